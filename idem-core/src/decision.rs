@@ -1,0 +1,188 @@
+//! The contract as pure functions: no clock, no I/O, no lock.
+//!
+//! Stores that hold whole records (the in-memory store, FoundationDB, a file) call these inside whatever makes their
+//! read and write one step; stores that decide in SQL or Lua are checked against them by the conformance kit.
+//!
+//! | record found | [`decide`] says | change |
+//! |---|---|---|
+//! | absent or expired | `Acquired` (attempt 1, origin `Fresh`) | in progress, attempt 1 |
+//! | any live state, both fingerprints given and different | `Mismatch` | none |
+//! | in progress, same token | `Acquired` (same attempt, same origin) | none |
+//! | in progress, other token, lease still running | `InProgress` | none |
+//! | in progress, other token, lease over, policy `TakeOver` | `Acquired` (attempt + 1, origin `Takeover`) | new holder |
+//! | in progress, other token, lease over, policy `Refuse` | `Abandoned` | none |
+//! | failed, same token | error `LeaseLost` | none |
+//! | failed, other token | `Acquired` (attempt + 1, origin `Retry`) | in progress |
+//! | completed | `Completed` | none |
+
+use std::time::{Duration, SystemTime};
+
+use crate::clock::after;
+use crate::outcome::{Failure, Outcome};
+use crate::record::{Record, State};
+use crate::request::{Lease, OnAbandoned, Origin, PreviousAttempt, Reservation, Reserve};
+
+/// What a reserve has to do about the record it found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Decision {
+    /// Write this record in place of what was there, then answer [`Reservation::Acquired`] with its
+    /// [`lease`](Record::lease). If the write does not happen, neither does the answer.
+    Acquire(Record),
+    /// Write nothing and answer this.
+    Answer(Reservation),
+    /// Write nothing: the attempt that asks has failed already. Answer with the error
+    /// [`LeaseLost`](crate::ErrorKind::LeaseLost).
+    LeaseLost,
+}
+
+/// Decides a reserve on the record of its key (`None` when absent) at that time of the store's clock.
+///
+/// The record must be the one that the following write replaces: read and write are one step, or the answer is wrong.
+#[must_use]
+pub fn decide(record: Option<&Record>, request: &Reserve, now: SystemTime) -> Decision {
+    let Some(record) = record.filter(|record| !record.is_expired(now)) else {
+        return acquire(request, 1, Origin::Fresh, None, now);
+    };
+    if let (Some(stored), Some(given)) = (&record.fingerprint, &request.fingerprint)
+        && stored != given
+    {
+        return Decision::Answer(Reservation::Mismatch);
+    }
+    let next = record.attempt.saturating_add(1);
+    match &record.state {
+        State::Completed(_) => Decision::Answer(Reservation::Completed(record.read(now))),
+        State::Failed(_) if record.token == request.token => Decision::LeaseLost,
+        State::Failed(_) => acquire(request, next, Origin::Retry, Some(record), now),
+        State::InProgress if record.token == request.token => Decision::Answer(Reservation::Acquired(record.lease())),
+        State::InProgress if now < record.lease_until => Decision::Answer(Reservation::InProgress {
+            attempt: record.attempt,
+            // Never zero: a caller that waits for no time would spin.
+            retry_after: record.lease_left(now).max(Duration::from_nanos(1)),
+        }),
+        State::InProgress => match request.on_abandoned {
+            OnAbandoned::TakeOver => {
+                let previous =
+                    PreviousAttempt { token: record.token, attempt: record.attempt, started_at: record.started_at };
+                acquire(request, next, Origin::Takeover(previous), Some(record), now)
+            }
+            OnAbandoned::Refuse => Decision::Answer(Reservation::Abandoned(record.read(now))),
+        },
+    }
+}
+
+fn acquire(request: &Reserve, attempt: u32, origin: Origin, before: Option<&Record>, now: SystemTime) -> Decision {
+    let lease_until = after(now, request.lease);
+    Decision::Acquire(Record {
+        key: request.key.clone(),
+        state: State::InProgress,
+        // Fixed by the first reserve: compared later, never adopted.
+        fingerprint: before.map_or(request.fingerprint, |record| record.fingerprint),
+        attempt,
+        token: request.token,
+        origin,
+        retention: request.retention,
+        created_at: before.map_or(now, |record| record.created_at),
+        started_at: now,
+        updated_at: now,
+        lease_until,
+        expires_at: after(now, request.retention).max(lease_until),
+        read_at: now,
+    })
+}
+
+/// Whether a call that was accepted has to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use]
+pub enum Change {
+    /// The record was changed: write it.
+    Write,
+    /// It stands as the call wants it already, from the call's first delivery: nothing to write.
+    Nothing,
+}
+
+/// Why a call under a lease is refused; the record is unchanged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// Another attempt holds or held the key since, this one has failed, or the record has expired.
+    LeaseLost,
+    /// The record was completed under this very token, with another outcome.
+    AlreadyCompleted,
+}
+
+/// The live record, if it is of the attempt that asks.
+fn own<'a>(record: Option<&'a mut Record>, lease: &Lease, now: SystemTime) -> Result<&'a mut Record, Refusal> {
+    record.filter(|record| !record.is_expired(now) && record.token == lease.token).ok_or(Refusal::LeaseLost)
+}
+
+/// Completes the record of the lease's key, in place.
+///
+/// # Errors
+/// [`Refusal`]; the record is unchanged.
+pub fn complete(
+    record: Option<&mut Record>,
+    lease: &Lease,
+    outcome: &Outcome,
+    now: SystemTime,
+) -> Result<Change, Refusal> {
+    let record = own(record, lease, now)?;
+    match &record.state {
+        State::InProgress => {
+            settle(record, State::Completed(outcome.clone()), lease, now);
+            Ok(Change::Write)
+        }
+        State::Completed(stored) if stored == outcome => Ok(Change::Nothing),
+        State::Completed(_) => Err(Refusal::AlreadyCompleted),
+        State::Failed(_) => Err(Refusal::LeaseLost),
+    }
+}
+
+/// Fails the record of the lease's key, in place: the key is free for another attempt.
+///
+/// # Errors
+/// [`Refusal`]; the record is unchanged.
+pub fn fail(record: Option<&mut Record>, lease: &Lease, failure: &Failure, now: SystemTime) -> Result<Change, Refusal> {
+    let record = own(record, lease, now)?;
+    match &record.state {
+        State::InProgress => {
+            settle(record, State::Failed(failure.clone()), lease, now);
+            Ok(Change::Write)
+        }
+        State::Failed(stored) if stored == failure => Ok(Change::Nothing),
+        State::Failed(_) => Err(Refusal::LeaseLost),
+        State::Completed(_) => Err(Refusal::AlreadyCompleted),
+    }
+}
+
+fn settle(record: &mut Record, state: State, lease: &Lease, now: SystemTime) {
+    record.state = state;
+    record.retention = lease.retention;
+    record.updated_at = now;
+    record.expires_at = after(now, lease.retention);
+}
+
+/// Extends the lease on the lease's key to `extend_by` from now, in place; an end that lies further away stays.
+///
+/// # Errors
+/// [`Refusal`]; the record is unchanged.
+pub fn renew(
+    record: Option<&mut Record>,
+    lease: &Lease,
+    extend_by: Duration,
+    now: SystemTime,
+) -> Result<Change, Refusal> {
+    let record = own(record, lease, now)?;
+    match &record.state {
+        State::InProgress => {
+            let until = after(now, extend_by);
+            if until <= record.lease_until {
+                return Ok(Change::Nothing);
+            }
+            record.lease_until = until;
+            record.updated_at = now;
+            record.expires_at = record.expires_at.max(until);
+            Ok(Change::Write)
+        }
+        State::Failed(_) => Err(Refusal::LeaseLost),
+        State::Completed(_) => Err(Refusal::AlreadyCompleted),
+    }
+}

@@ -1,0 +1,413 @@
+//! A store in the process's memory.
+
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use async_trait::async_trait;
+use hashbrown::HashTable;
+
+use crate::clock::{Clock, MonotonicClock};
+use crate::decision::{self, Change, Decision, Refusal};
+use crate::error::{ErrorKind, Operation, StoreError};
+use crate::key::Key;
+use crate::limits::{
+    DEFAULT_OUTCOME_LIMIT, InvalidInput, MAX_OUTCOME_LIMIT, MAX_RETENTION, check_lease, check_retention,
+};
+use crate::outcome::{Failure, Outcome};
+use crate::record::Record;
+use crate::request::{Lease, PurgeBudget, Purged, Reservation, Reserve};
+use crate::store::{Capabilities, KeyStore};
+
+/// The number of shards, a power of two: enough that two callers seldom meet and that a shard is small.
+const SHARDS: usize = 1024;
+/// The most slots that a caller looks through, under one shard's lock, to make room for a new record.
+const SWEEP: usize = 64;
+/// The most slots that a purge looks through for each record that it may remove.
+const SLOTS_PER_RECORD: usize = 16;
+
+/// An embedded store: for one process, and gone with it.
+///
+/// - **Time** is that of its [`Clock`]; the default never jumps.
+/// - **Bounded.** It holds at most [`max_records`](MemoryStoreBuilder::max_records) records, and as many outcomes of at
+///   most [`outcome_limit`](MemoryStoreBuilder::outcome_limit) bytes. A full store refuses new keys with
+///   [`ErrorKind::Full`]; it never drops a live record, since a dropped record is a second run. What is held can always
+///   be completed.
+/// - **Expiry.** A record that has expired is absent at once. Its room is freed by later reserves, a few slots of the
+///   same shard at a time, or by [`purge_expired`](KeyStore::purge_expired). Neither holds up other callers for longer
+///   than it takes to look through 64 slots.
+/// - **Cost.** No call waits: each takes one shard's lock for a look-up. A replay copies no body.
+///
+/// ```
+/// use idem_core::{Key, KeyStore, MemoryStore, Outcome, Reservation, Reserve};
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let store = MemoryStore::new();
+/// let key = Key::new("tenant-7", "order-42")?;
+///
+/// let Reservation::Acquired(lease) = store.reserve(&Reserve::new(key.clone())).await? else { panic!() };
+/// store.complete(&lease, &Outcome::new(201, "charged once")).await?;
+///
+/// let Reservation::Completed(record) = store.reserve(&Reserve::new(key)).await? else { panic!() };
+/// assert_eq!(record.outcome(), Some(&Outcome::new(201, "charged once")));
+/// # Ok(())
+/// # }
+/// ```
+pub struct MemoryStore {
+    shards: Box<[Padded<Mutex<Shard>>]>,
+    hasher: RandomState,
+    clock: Arc<dyn Clock>,
+    records: Padded<AtomicUsize>,
+    max_records: usize,
+    outcome_limit: usize,
+}
+
+/// On cache lines of its own, so that neighbours do not slow each other down.
+#[repr(align(128))]
+#[derive(Default)]
+struct Padded<T>(T);
+
+/// Settings of a [`MemoryStore`].
+#[derive(Debug, Clone)]
+pub struct MemoryStoreBuilder {
+    clock: Arc<dyn Clock>,
+    max_records: usize,
+    outcome_limit: usize,
+}
+
+impl MemoryStoreBuilder {
+    /// The clock to write and compare deadlines by. Default: a [`MonotonicClock`].
+    #[must_use]
+    pub fn clock(self, clock: Arc<dyn Clock>) -> Self {
+        Self { clock, ..self }
+    }
+
+    /// The most records to hold, expired ones that are not swept yet among them. Default: 10,000,000. A record takes
+    /// about 400 bytes beside its key's id, header lines and body.
+    #[must_use]
+    pub fn max_records(self, max_records: usize) -> Self {
+        Self { max_records, ..self }
+    }
+
+    /// The largest outcome to hold, in bytes. Default: 1 MiB; more than 8 MiB counts as 8 MiB.
+    #[must_use]
+    pub fn outcome_limit(self, bytes: usize) -> Self {
+        Self { outcome_limit: bytes.min(MAX_OUTCOME_LIMIT), ..self }
+    }
+
+    /// The store.
+    #[must_use]
+    pub fn build(self) -> MemoryStore {
+        MemoryStore {
+            shards: (0..SHARDS).map(|_| Padded::default()).collect(),
+            hasher: RandomState::new(),
+            clock: self.clock,
+            records: Padded::default(),
+            max_records: self.max_records,
+            outcome_limit: self.outcome_limit,
+        }
+    }
+}
+
+/// One shard: a table of records, and where the search for expired ones stands.
+struct Shard {
+    table: HashTable<Slot>,
+    /// No record of this shard expires earlier, so that nothing is looked for in vain.
+    earliest: SystemTime,
+    /// The bucket at which the sweep goes on.
+    cursor: usize,
+    /// The earliest expiry that this round of the sweep has seen.
+    seen: SystemTime,
+}
+
+/// What a look-up needs before it follows the pointer.
+struct Slot {
+    hash: u64,
+    expires_at: SystemTime,
+    record: Box<Record>,
+}
+
+impl Default for Shard {
+    fn default() -> Self {
+        Self { table: HashTable::new(), earliest: far(), cursor: 0, seen: far() }
+    }
+}
+
+/// Later than any expiry.
+fn far() -> SystemTime {
+    crate::clock::after(SystemTime::UNIX_EPOCH, Duration::from_secs(u64::from(u32::MAX) * 64))
+}
+
+impl Shard {
+    fn find(&self, hash: u64, key: &Key) -> Option<&Slot> {
+        self.table.find(hash, |slot| slot.hash == hash && slot.record.key == *key)
+    }
+
+    fn find_mut(&mut self, hash: u64, key: &Key) -> Option<&mut Slot> {
+        self.table.find_mut(hash, |slot| slot.hash == hash && slot.record.key == *key)
+    }
+
+    fn insert(&mut self, hash: u64, record: Box<Record>) {
+        if self.table.len() == self.table.capacity() {
+            // The table moves its entries: the sweep's round starts anew, or it would miss some.
+            self.table.reserve(1, |slot| slot.hash);
+            (self.cursor, self.seen) = (0, far());
+        }
+        let expires_at = record.expires_at;
+        self.note(expires_at);
+        self.table.insert_unique(hash, Slot { hash, expires_at, record }, |slot| slot.hash);
+    }
+
+    /// A record expires then.
+    fn note(&mut self, expires_at: SystemTime) {
+        self.earliest = self.earliest.min(expires_at);
+        self.seen = self.seen.min(expires_at);
+    }
+
+    /// Looks through at most `slots` slots, from where the last sweep stopped to the end of the table, and takes out
+    /// at most `most` records that have expired.
+    fn sweep(&mut self, now: SystemTime, slots: usize, most: usize, out: &mut Vec<Slot>) {
+        let end = self.table.num_buckets();
+        for _ in 0..slots {
+            if self.cursor >= end {
+                (self.earliest, self.seen, self.cursor) = (self.seen, far(), 0);
+                return;
+            }
+            if out.len() >= most {
+                return;
+            }
+            if let Ok(entry) = self.table.get_bucket_entry(self.cursor) {
+                let expires_at = entry.get().expires_at;
+                if now >= expires_at {
+                    out.push(entry.remove().0);
+                } else {
+                    self.seen = self.seen.min(expires_at);
+                }
+            }
+            self.cursor += 1;
+        }
+    }
+}
+
+impl MemoryStore {
+    /// A store with the default settings.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::builder().build()
+    }
+
+    /// The settings to change.
+    #[must_use]
+    pub fn builder() -> MemoryStoreBuilder {
+        MemoryStoreBuilder {
+            clock: Arc::new(MonotonicClock::new()),
+            max_records: 10_000_000,
+            outcome_limit: DEFAULT_OUTCOME_LIMIT,
+        }
+    }
+
+    /// The number of records held, expired ones that are not swept yet among them.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.records.0.load(Ordering::Relaxed)
+    }
+
+    /// Whether no record is held.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn locate(&self, key: &Key) -> (u64, MutexGuard<'_, Shard>) {
+        let hash = self.hasher.hash_one(key);
+        // The table itself uses the hash's lowest and highest bits.
+        let shard = (hash >> 32) as usize % SHARDS;
+        (hash, lock(&self.shards[shard].0))
+    }
+
+    /// Takes the place of one more record, if there is one.
+    fn take_place(&self) -> bool {
+        let places = |records| (records < self.max_records).then_some(records + 1);
+        self.records.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, places).is_ok()
+    }
+
+    /// Drops swept records, outside of any lock.
+    fn bury(&self, swept: Vec<Slot>) {
+        if !swept.is_empty() {
+            self.records.0.fetch_sub(swept.len(), Ordering::Relaxed);
+            drop(swept);
+        }
+    }
+
+    /// Applies a call under a lease.
+    fn change(
+        &self,
+        lease: &Lease,
+        operation: Operation,
+        call: impl FnOnce(Option<&mut Record>, SystemTime) -> Result<Change, Refusal>,
+    ) -> Result<(), StoreError> {
+        let (hash, mut shard) = self.locate(&lease.key);
+        let now = self.clock.now();
+        let mut slot = shard.find_mut(hash, &lease.key);
+        let change = call(slot.as_mut().map(|slot| &mut *slot.record), now)
+            .map_err(|refusal| StoreError::refused(refusal, STORE, operation))?;
+        if let (Change::Write, Some(slot)) = (change, slot) {
+            slot.expires_at = slot.record.expires_at;
+            let expires_at = slot.expires_at;
+            shard.note(expires_at);
+        }
+        Ok(())
+    }
+
+    /// Makes room in any shard, for a caller that found the store full. Looks through a bounded number of slots.
+    fn make_room(&self, now: SystemTime) {
+        let mut swept = Vec::new();
+        for shard in &self.shards {
+            let mut shard = lock(&shard.0);
+            if now >= shard.earliest {
+                shard.sweep(now, SWEEP, usize::MAX, &mut swept);
+            }
+            if !swept.is_empty() {
+                break;
+            }
+        }
+        self.bury(swept);
+    }
+
+    fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        let mut swept = Vec::new();
+        let (hash, mut shard) = self.locate(&request.key);
+        let now = self.clock.now();
+        let found = shard.find_mut(hash, &request.key);
+        match decision::decide(found.as_ref().map(|slot| &*slot.record), request, now) {
+            Decision::Answer(answer) => Ok(answer),
+            Decision::LeaseLost => Err(StoreError::new(ErrorKind::LeaseLost, STORE, Operation::Reserve)),
+            Decision::Acquire(record) => {
+                let lease = record.lease();
+                if let Some(slot) = found {
+                    slot.expires_at = record.expires_at;
+                    *slot.record = record;
+                    let expires_at = slot.expires_at;
+                    shard.note(expires_at);
+                } else {
+                    if now >= shard.earliest {
+                        shard.sweep(now, SWEEP, usize::MAX, &mut swept);
+                    }
+                    if swept.is_empty() && !self.take_place() {
+                        return Err(StoreError::new(ErrorKind::Full, STORE, Operation::Reserve));
+                    }
+                    // The new record takes the place of one that was swept.
+                    swept.pop();
+                    shard.insert(hash, Box::new(record));
+                }
+                drop(shard);
+                self.bury(swept);
+                Ok(Reservation::Acquired(lease))
+            }
+        }
+    }
+}
+
+const STORE: &str = "memory";
+
+fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn invalid(operation: Operation) -> impl Fn(InvalidInput) -> StoreError {
+    move |input| StoreError::invalid(input, STORE, operation)
+}
+
+#[async_trait]
+impl KeyStore for MemoryStore {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { max_outcome_bytes: self.outcome_limit, ..Capabilities::default() }
+    }
+
+    async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+        request.validate(MAX_RETENTION).map_err(invalid(Operation::Reserve))?;
+        match self.try_reserve(request) {
+            Err(error) if error.kind() == ErrorKind::Full => {
+                self.make_room(self.clock.now());
+                self.try_reserve(request)
+            }
+            answer => answer,
+        }
+    }
+
+    async fn complete(&self, lease: &Lease, outcome: &Outcome) -> Result<(), StoreError> {
+        check_retention(lease.retention, MAX_RETENTION).map_err(invalid(Operation::Complete))?;
+        outcome.validate(self.outcome_limit).map_err(invalid(Operation::Complete))?;
+        self.change(lease, Operation::Complete, |record, now| decision::complete(record, lease, outcome, now))
+    }
+
+    async fn fail(&self, lease: &Lease, failure: &Failure) -> Result<(), StoreError> {
+        check_retention(lease.retention, MAX_RETENTION).map_err(invalid(Operation::Fail))?;
+        self.change(lease, Operation::Fail, |record, now| decision::fail(record, lease, failure, now))
+    }
+
+    async fn renew(&self, lease: &Lease, extend_by: Duration) -> Result<(), StoreError> {
+        check_lease(extend_by).map_err(invalid(Operation::Renew))?;
+        self.change(lease, Operation::Renew, |record, now| decision::renew(record, lease, extend_by, now))
+    }
+
+    async fn fetch(&self, key: &Key) -> Result<Option<Record>, StoreError> {
+        let (hash, shard) = self.locate(key);
+        let now = self.clock.now();
+        Ok(shard.find(hash, key).filter(|slot| now < slot.expires_at).map(|slot| slot.record.read(now)))
+    }
+
+    async fn purge_expired(&self, budget: PurgeBudget) -> Result<Purged, StoreError> {
+        let now = self.clock.now();
+        let mut slots = budget.records.saturating_mul(SLOTS_PER_RECORD).max(SWEEP);
+        let mut removed = 0;
+        for shard in &self.shards {
+            loop {
+                let mut swept = Vec::new();
+                let due = {
+                    let mut shard = lock(&shard.0);
+                    if now >= shard.earliest && removed < budget.records && slots > 0 {
+                        shard.sweep(now, SWEEP, budget.records - removed, &mut swept);
+                        slots = slots.saturating_sub(SWEEP);
+                    }
+                    now >= shard.earliest
+                };
+                removed += swept.len();
+                self.bury(swept);
+                if !due {
+                    break;
+                }
+                if removed >= budget.records || slots == 0 {
+                    return Ok(Purged::new(removed as u64, true));
+                }
+            }
+        }
+        Ok(Purged::new(removed as u64, false))
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for MemoryStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryStore")
+            .field("records", &self.len())
+            .field("max_records", &self.max_records)
+            .field("outcome_limit", &self.outcome_limit)
+            .field("clock", &self.clock)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Display for MemoryStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(STORE)
+    }
+}
