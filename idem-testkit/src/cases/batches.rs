@@ -1,0 +1,146 @@
+//! Batches: an answer each, as if called one by one.
+
+use std::time::Duration;
+
+use idem_core::{ErrorKind, KeyStore, Outcome, Reservation, Reserve};
+
+use super::cases;
+use crate::context::{Ctx, expect_error, prints, refusing, stranger};
+use crate::verdict::{Failed, Verdict, ensure, ensure_eq, ensure_is};
+
+cases! {
+    R2 r02_a_batch_of_reserves_answers_each_on_its_own;
+    R1 r01_a_key_twice_in_a_batch_is_acquired_once;
+    R6 r06_a_batch_of_completes_is_fenced_each_on_its_own;
+    R12 r12_one_bad_call_in_a_batch_does_not_touch_its_neighbours;
+    R1 r01_batches_that_overlap_acquire_each_key_once [once];
+}
+
+async fn r02_a_batch_of_reserves_answers_each_on_its_own(ctx: &Ctx) -> Verdict {
+    let (print, other) = prints();
+    let (free, held, done, failed, gone) =
+        (ctx.key("free")?, ctx.key("held")?, ctx.key("done")?, ctx.key("failed")?, ctx.key("gone")?);
+    ctx.abandoned(&gone).await?;
+    let began = ctx.now();
+    ctx.acquire_by(&ctx.request(&held).with_fingerprint(print)).await?;
+    ctx.completed(&done, &Outcome::new(200, "done")).await?;
+    ctx.failed(&failed).await?;
+    let requests = [
+        ctx.request(&done),
+        ctx.request(&free),
+        ctx.request(&held).with_fingerprint(print),
+        ctx.request(&held).with_fingerprint(other),
+        refusing(ctx.request(&gone)),
+        ctx.request(&failed),
+    ];
+    let answers = ctx.store.reserve_many(&requests).await;
+    ctx.in_time(began, ctx.scale.lease)?;
+    let [done, free, held, mismatch, gone, failed] = <[_; 6]>::try_from(answers)
+        .map_err(|answers| Failed::Broken(format!("6 requests, {} answers", answers.len())))?;
+    let record = ensure_is!(done?, Reservation::Completed(record) => record, "a completed key in a batch");
+    ensure_eq!(record.outcome(), Some(&Outcome::new(200, "done")), "the outcome");
+    let lease = ensure_is!(free?, Reservation::Acquired(lease) => lease, "a free key in a batch");
+    ensure_eq!((lease.key, lease.token), (requests[1].key.clone(), requests[1].token), "the lease on a free key");
+    ensure_is!(held?, Reservation::InProgress { attempt: 1, .. } => (), "a held key in a batch");
+    ensure_eq!(mismatch?, Reservation::Mismatch, "another fingerprint in a batch");
+    ensure_is!(gone?, Reservation::Abandoned(_) => (), "an abandoned key in a batch");
+    let lease = ensure_is!(failed?, Reservation::Acquired(lease) => lease, "a failed key in a batch");
+    ensure_eq!(lease.attempt, 2, "the attempt on a failed key");
+    ensure!(ctx.store.reserve_many(&[]).await.is_empty(), "an empty batch has no answers");
+    Ok(())
+}
+
+async fn r01_a_key_twice_in_a_batch_is_acquired_once(ctx: &Ctx) -> Verdict {
+    let key = ctx.key("k")?;
+    let requests: Vec<Reserve> = (0..5).map(|_| ctx.request(&key)).collect();
+    let mut acquired = Vec::new();
+    for (at, answer) in ctx.store.reserve_many(&requests).await.into_iter().enumerate() {
+        if let Reservation::Acquired(_) = answer? {
+            acquired.push(at);
+        }
+    }
+    ensure_eq!(acquired, [0], "the requests for one key in one batch that were given it");
+    Ok(())
+}
+
+async fn r06_a_batch_of_completes_is_fenced_each_on_its_own(ctx: &Ctx) -> Verdict {
+    let (held, lost, done) = (ctx.key("held")?, ctx.key("lost")?, ctx.key("done")?);
+    let held = ctx.acquire(&held).await?;
+    let lost = ctx.acquire(&lost).await?;
+    let done = ctx.completed(&done, &Outcome::new(200, "first")).await?;
+    let calls = [
+        (stranger(&lost), Outcome::new(200, "intruder")),
+        (held.clone(), Outcome::new(200, "mine")),
+        (done.clone(), Outcome::new(200, "second")),
+        (done.clone(), Outcome::new(200, "first")),
+    ];
+    let answers = ctx.store.complete_many(&calls).await;
+    let [intruder, mine, second, first] =
+        <[_; 4]>::try_from(answers).map_err(|answers| Failed::Broken(format!("4 calls, {} answers", answers.len())))?;
+    expect_error(intruder, ErrorKind::LeaseLost, "a foreign token in a batch")?;
+    mine?;
+    expect_error(second, ErrorKind::AlreadyCompleted, "another outcome in a batch")?;
+    first?;
+    ensure_eq!(ctx.replay(&held.key).await?.outcome(), Some(&Outcome::new(200, "mine")), "the outcome");
+    ensure_eq!(ctx.replay(&done.key).await?.outcome(), Some(&Outcome::new(200, "first")), "the outcome");
+    ctx.store.complete(&lost, &Outcome::new(200, "still mine")).await?;
+    Ok(())
+}
+
+async fn r12_one_bad_call_in_a_batch_does_not_touch_its_neighbours(ctx: &Ctx) -> Verdict {
+    let keys = [ctx.key("a")?, ctx.key("b")?, ctx.key("c")?];
+    let mut requests = keys.each_ref().map(|key| ctx.request(key));
+    requests[1].lease = Duration::ZERO;
+    let mut answers = ctx.store.reserve_many(&requests).await.into_iter();
+    let (Some(Ok(Reservation::Acquired(first))), Some(bad), Some(Ok(Reservation::Acquired(third)))) =
+        (answers.next(), answers.next(), answers.next())
+    else {
+        return Err(Failed::Broken("the neighbours of a bad request must be acquired".to_owned()));
+    };
+    expect_error(bad, ErrorKind::InvalidInput, "a bad request in a batch")?;
+    ensure_eq!(ctx.store.fetch(&keys[1]).await?, None, "the key of the bad request");
+    let limit = ctx.store.capabilities().max_outcome_bytes;
+    let calls = [(first, Outcome::new(200, vec![0; limit + 1])), (third, Outcome::new(200, "fine"))];
+    let mut answers = ctx.store.complete_many(&calls).await.into_iter();
+    let (Some(bad), Some(Ok(()))) = (answers.next(), answers.next()) else {
+        return Err(Failed::Broken("the neighbour of a bad complete must be completed".to_owned()));
+    };
+    expect_error(bad, ErrorKind::InvalidInput, "a bad complete in a batch")?;
+    ctx.refused(&keys[0]).await?;
+    ctx.replay(&keys[2]).await?;
+    Ok(())
+}
+
+/// The same keys in opposite orders: each is acquired once, and nothing deadlocks.
+async fn r01_batches_that_overlap_acquire_each_key_once(ctx: &Ctx) -> Verdict {
+    const KEYS: usize = 60;
+    for round in 0..5 {
+        let keys = (0..KEYS).map(|at| ctx.key(&format!("{round}-{at}"))).collect::<Verdict<Vec<_>>>()?;
+        let mut tasks = tokio::task::JoinSet::new();
+        for worker in 0..4 {
+            let store = ctx.store.clone();
+            let mut requests: Vec<Reserve> = keys.iter().map(|key| ctx.request(key)).collect();
+            if worker % 2 == 1 {
+                requests.reverse();
+            }
+            tasks.spawn(async move {
+                let mut calls = Vec::new();
+                for answer in store.reserve_many(&requests).await {
+                    if let Reservation::Acquired(lease) = answer? {
+                        calls.push((lease, Outcome::new(200, "")));
+                    }
+                }
+                for answer in store.complete_many(&calls).await {
+                    answer?;
+                }
+                Ok::<_, idem_core::StoreError>(calls.len())
+            });
+        }
+        let mut acquired = 0;
+        for part in tasks.join_all().await {
+            acquired += part?;
+        }
+        ensure_eq!(acquired, KEYS, "keys acquired by 4 batches of the same {KEYS} keys");
+    }
+    Ok(())
+}

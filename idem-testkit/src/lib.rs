@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+
+mod cases;
+mod checker;
+mod context;
+mod harness;
+mod history;
+mod noisy;
+mod probe;
+mod runner;
+mod settings;
+mod verdict;
+
+pub use harness::{Abilities, Fixture, Harness, HarnessError, Missing, Time};
+pub use noisy::Noisy;
+pub use runner::{Report, case_names, run, run_histories, run_one};
