@@ -210,7 +210,8 @@ pub trait KeyStore: Debug + Display + Send + Sync + 'static {
     /// Gives the attempt up and frees the key for another one.
     ///
     /// **Behaviour.** The record becomes failed, keeps attempt, fingerprint and the note, and expires
-    /// `lease.retention` from now. The same call again is Ok and changes nothing.
+    /// `lease.retention` from now. The same call again is Ok and changes nothing; once another attempt has acquired the
+    /// key it is `LeaseLost`, which says the same: this attempt is over.
     ///
     /// **To be correct.** As [`complete`](Self::complete). The record is not deleted: its attempt number and
     /// fingerprint are needed (R8).

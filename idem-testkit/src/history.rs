@@ -216,10 +216,8 @@ pub(crate) async fn run(ctx: &Ctx, seed: u64) -> Verdict {
         let mut own: Vec<Event> = events.iter().filter(|event| event.call.key() == key).cloned().collect();
         own.sort_by_key(|event| event.began);
         if !checker::legal(&own, pace) {
-            return Err(Failed::Broken(format!(
-                "seed {seed}: no order of these calls is legal (run it again with IDEM_SEED={seed}):\n{}",
-                own.iter().map(|event| format!("      {event}\n")).collect::<String>()
-            )));
+            let calls = own.iter().map(|event| format!("      {event}\n")).collect::<String>();
+            return Err(Failed::Illegal { seed, found: format!("no order of these calls is legal:\n{calls}") });
         }
     }
     Ok(())

@@ -1,5 +1,7 @@
 #![doc = include_str!("../README.md")]
 
+pub mod broken;
+
 mod cases;
 mod checker;
 mod context;

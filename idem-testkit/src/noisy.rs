@@ -13,7 +13,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 /// A store that keeps the contract of the one it wraps, and yet delays calls, refuses some with a retryable error,
-/// delivers some twice, and loses replies: all that a network does. A case that fails on it is itself at fault.
+/// and loses replies. A case that fails on it is itself at fault.
 pub struct Noisy {
     store: Arc<dyn KeyStore>,
     rng: Mutex<StdRng>,
@@ -23,7 +23,6 @@ pub struct Noisy {
 struct Fate {
     delay: Option<Duration>,
     undelivered: bool,
-    doubled: bool,
     reply_lost: bool,
 }
 
@@ -39,7 +38,6 @@ impl Noisy {
         Fate {
             delay: rng.random_bool(0.2).then(|| Duration::from_micros(rng.random_range(0..1_000))),
             undelivered: rng.random_bool(0.1),
-            doubled: rng.random_bool(0.1),
             reply_lost: rng.random_bool(0.1),
         }
     }
@@ -58,11 +56,7 @@ impl Noisy {
         if fate.undelivered {
             return trouble(ErrorClass::Retryable);
         }
-        let mut answer = call().await;
-        if fate.doubled {
-            tokio::task::yield_now().await;
-            answer = call().await;
-        }
+        let answer = call().await;
         if fate.reply_lost {
             return trouble(ErrorClass::Unknown);
         }

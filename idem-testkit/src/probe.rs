@@ -40,6 +40,28 @@ impl Log {
     }
 }
 
+/// A call under way: one that is dropped before it was answered is recorded too.
+struct Pending<'a> {
+    log: &'a Log,
+    shown: Option<&'a str>,
+}
+
+impl Pending<'_> {
+    fn answered(mut self, answer: &(impl fmt::Debug + ?Sized)) {
+        if let Some(shown) = self.shown.take() {
+            self.log.add(&format!("{shown} -> {answer:?}"));
+        }
+    }
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if let Some(shown) = self.shown {
+            self.log.add(&format!("{shown} -> dropped without an answer"));
+        }
+    }
+}
+
 /// How often a call that was not answered is sent again.
 const REPEATS: u32 = 200;
 
@@ -91,8 +113,9 @@ impl Probe {
     {
         let mut repeats = 0;
         loop {
+            let pending = Pending { log: &self.log, shown: Some(shown) };
             let answer = call().await;
-            self.log.add(&format!("{shown} -> {answer:?}"));
+            pending.answered(&answer);
             match answer {
                 Err(error) if error.class() != ErrorClass::Permanent && repeats < REPEATS => {
                     repeats += 1;

@@ -173,6 +173,7 @@ fn attempt(
         match verdict {
             Ok(()) => return Ok(()),
             Err(Failed::Inconclusive(_)) if tries < TRIES => {}
+            Err(Failed::Illegal { seed, found }) => return Err(Box::new(Report { seed, ..*report(found, &log) })),
             Err(failed) => return Err(report(failed.to_string(), &log)),
         }
     }

@@ -14,6 +14,13 @@ pub(crate) type Verdict<T = ()> = Result<T, Failed>;
 pub(crate) enum Failed {
     /// The store broke the contract.
     Broken(String),
+    /// The store broke the contract in the history of that seed.
+    Illegal {
+        /// The seed.
+        seed: u64,
+        /// The history.
+        found: String,
+    },
     /// The machine was too slow to tell: the case is to be run again.
     Inconclusive(String),
 }
@@ -21,7 +28,7 @@ pub(crate) enum Failed {
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Broken(what) => f.write_str(what),
+            Self::Broken(what) | Self::Illegal { found: what, .. } => f.write_str(what),
             Self::Inconclusive(what) => write!(f, "could not be told in time: {what}"),
         }
     }

@@ -59,7 +59,8 @@ async fn r01_a_key_twice_in_a_batch_is_acquired_once(ctx: &Ctx) -> Verdict {
             acquired.push(at);
         }
     }
-    ensure_eq!(acquired, [0], "the requests for one key in one batch that were given it");
+    // Not always the first: it may have to be sent again.
+    ensure_eq!(acquired.len(), 1, "requests for one key in one batch that were given it, namely {acquired:?}");
     Ok(())
 }
 

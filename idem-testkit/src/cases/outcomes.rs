@@ -14,6 +14,7 @@ cases! {
     R7 r07_another_outcome_under_the_same_token_is_refused;
     R7 r07_a_completed_record_tells_its_attempt;
     R7 r07_a_completed_key_stays_completed_when_its_lease_is_over;
+    R7 r07_no_live_record_is_evicted [once];
     R7 r07_acknowledged_outcomes_survive_the_process [reopen, once];
     R11 r11_withheld_is_an_outcome_of_its_own;
 }
@@ -117,6 +118,18 @@ async fn r07_a_completed_key_stays_completed_when_its_lease_is_over(ctx: &Ctx) -
     ctx.completed(&key, &Outcome::new(200, "done")).await?;
     ctx.pass_until(ctx.now(), ctx.scale.lease).await?;
     ensure_eq!(ctx.replay(&key).await?.outcome(), Some(&Outcome::new(200, "done")), "the outcome");
+    Ok(())
+}
+
+async fn r07_no_live_record_is_evicted(ctx: &Ctx) -> Verdict {
+    const KEYS: usize = 300;
+    for at in 0..KEYS {
+        ctx.completed(&ctx.key(&format!("k{at}"))?, &Outcome::new(200, at.to_string())).await?;
+    }
+    for at in 0..KEYS {
+        let record = ctx.replay(&ctx.key(&format!("k{at}"))?).await?;
+        ensure_eq!(record.outcome(), Some(&Outcome::new(200, at.to_string())), "the outcome of key {at} of {KEYS}");
+    }
     Ok(())
 }
 

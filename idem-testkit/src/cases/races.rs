@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use idem_core::{Failure, Key, KeyStore, OnAbandoned, Origin, Outcome, Reservation, Reserve, StoreError};
+use idem_core::{ErrorKind, Failure, Key, KeyStore, OnAbandoned, Origin, Outcome, Reservation, Reserve, StoreError};
 use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 
@@ -116,7 +116,11 @@ async fn r01_one_attempt_at_a_time_while_attempts_fail(ctx: &Ctx) -> Verdict {
                     tokio::task::yield_now().await;
                     running.fetch_sub(1, Ordering::SeqCst);
                     attempts.push((lease.attempt, others));
-                    store.fail(&lease, &Failure::default()).await?;
+                    match store.fail(&lease, &Failure::default()).await {
+                        // The reply of the first delivery was lost, and another attempt has begun since.
+                        Err(error) if error.kind() == ErrorKind::LeaseLost => {}
+                        answer => answer?,
+                    }
                 }
                 tokio::task::yield_now().await;
             }

@@ -164,8 +164,8 @@ async fn r14_dropped_calls_leak_nothing(ctx: &Ctx) -> Verdict {
         }
         Ok(())
     };
-    match tokio::time::timeout(Duration::from_secs(20), work).await {
+    match tokio::time::timeout(Duration::from_secs(10), work).await {
         Ok(verdict) => verdict,
-        Err(_) => Err(Failed::Broken("after 600 dropped calls, 20 keys could not be completed in 20 s".to_owned())),
+        Err(_) => Err(Failed::Broken("after 600 dropped calls, 20 keys could not be completed in 10 s".to_owned())),
     }
 }

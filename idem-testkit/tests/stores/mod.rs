@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test binary uses some")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -65,6 +66,8 @@ impl Harness for NoisyMemory {
 
     async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
         let (clock, store) = memory();
-        Ok(Box::new(Clocked { store: Arc::new(Noisy::new(store, rand::random())), clock }))
+        static SEED: AtomicU64 = AtomicU64::new(0);
+        let seed = SEED.fetch_add(1, Ordering::Relaxed);
+        Ok(Box::new(Clocked { store: Arc::new(Noisy::new(store, seed)), clock }))
     }
 }
