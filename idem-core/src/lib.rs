@@ -3,6 +3,7 @@
 pub mod clock;
 pub mod codec;
 pub mod decision;
+pub mod executor;
 pub mod limits;
 pub mod store;
 
@@ -16,6 +17,7 @@ mod request;
 mod token;
 
 pub use error::{ErrorClass, ErrorKind, Operation, StoreError};
+pub use executor::{Executor, RunError};
 pub use fingerprint::{Fingerprint, FingerprintBuilder};
 pub use key::{Key, Scope};
 pub use limits::InvalidInput;

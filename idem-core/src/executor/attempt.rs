@@ -1,0 +1,171 @@
+//! The attempt, as its operation and its keeper see it.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
+
+use crate::key::Key;
+use crate::request::{Lease, Origin};
+
+/// The attempt that an operation runs in. Cheap to clone.
+#[derive(Clone)]
+pub struct Attempt(Arc<Held>);
+
+impl Attempt {
+    pub(super) fn new(held: Arc<Held>) -> Self {
+        Self(held)
+    }
+
+    /// The key that it runs under.
+    #[must_use]
+    pub fn key(&self) -> &Key {
+        &self.0.lease.key
+    }
+
+    /// Its number, from 1: the fencing token. It grows with every attempt at the key, so whoever receives it downstream
+    /// and refuses numbers lower than the highest seen is safe from an attempt that was taken over and does not know.
+    /// It starts anew when the record has expired.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.0.lease.attempt
+    }
+
+    /// How it came to hold the key; after a take-over the effect may have happened already.
+    #[must_use]
+    pub fn origin(&self) -> Origin {
+        self.0.lease.origin
+    }
+
+    /// The handle by which it holds the key, for a store's own functions, such as completing within a database
+    /// transaction. The executor completes or fails it when the operation ends, so leave that to it otherwise.
+    #[must_use]
+    pub fn lease(&self) -> &Lease {
+        &self.0.lease
+    }
+
+    /// Whether the key may have been taken over: the store has said so, or the lease could not be renewed to its end,
+    /// counted by this process's monotonic clock from before the call that granted it. Once true, it stays true.
+    ///
+    /// Look at it, or at [`lease_lost`](Self::lease_lost), before every step that must not happen twice. It narrows
+    /// the gap and cannot close it (the process may be suspended right after the look): [`number`](Self::number) can.
+    #[must_use]
+    pub fn is_lease_lost(&self) -> bool {
+        self.0.is_lost(Instant::now())
+    }
+
+    /// Ends when [`is_lease_lost`](Self::is_lease_lost) becomes true. For `select!`; may be dropped at any time.
+    pub async fn lease_lost(&self) {
+        loop {
+            let told = self.0.told.notified();
+            if self.is_lease_lost() {
+                return;
+            }
+            tokio::select! {
+                () = told => {}
+                () = sleep_until(self.0.end()) => {}
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Attempt {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Attempt")
+            .field("key", self.key())
+            .field("number", &self.number())
+            .field("origin", &self.origin())
+            .field("is_lease_lost", &self.is_lease_lost())
+            .finish()
+    }
+}
+
+/// A lease that is held, and how long it lasts by this process's clock.
+pub(super) struct Held {
+    pub(super) lease: Lease,
+    time: Mutex<Time>,
+    told: Notify,
+}
+
+struct Time {
+    /// When the lease ends, at the earliest.
+    end: Instant,
+    lost: bool,
+    /// The store has said so, and renewals are in vain.
+    refused: bool,
+    /// The operation has.
+    ended: bool,
+    /// A renewal is under way.
+    renewing: bool,
+}
+
+impl Held {
+    pub(super) fn new(lease: Lease, end: Instant) -> Self {
+        Self {
+            lease,
+            time: Mutex::new(Time { end, lost: false, refused: false, ended: false, renewing: false }),
+            told: Notify::new(),
+        }
+    }
+
+    fn time(&self) -> MutexGuard<'_, Time> {
+        self.time.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn end(&self) -> Instant {
+        self.time().end
+    }
+
+    /// A renewal has succeeded.
+    pub(super) fn extend(&self, end: Instant) {
+        let mut time = self.time();
+        time.end = time.end.max(end);
+    }
+
+    /// The store has refused a renewal. Whether that matters: not when the attempt has ended meanwhile.
+    pub(super) fn lose(&self) -> bool {
+        let mut time = self.time();
+        if time.ended {
+            return false;
+        }
+        (time.lost, time.refused) = (true, true);
+        drop(time);
+        self.told.notify_waiters();
+        true
+    }
+
+    /// The operation has ended, and the lease is renewed no more.
+    pub(super) fn end_keeping(&self) {
+        self.time().ended = true;
+    }
+
+    /// Whether the lease is known to last until then.
+    pub(super) fn lasts_until(&self, then: Instant) -> bool {
+        let time = self.time();
+        !time.lost && then < time.end
+    }
+
+    fn is_lost(&self, now: Instant) -> bool {
+        let mut time = self.time();
+        if !time.lost && now >= time.end {
+            time.lost = true;
+            drop(time);
+            self.told.notify_waiters();
+            return true;
+        }
+        time.lost
+    }
+
+    /// Claims the renewal that is due when the lease ends before that time, unless one is under way already.
+    pub(super) fn start_renewal(&self, due: Instant) -> bool {
+        let mut time = self.time();
+        let start = time.end <= due && !time.renewing && !time.refused;
+        time.renewing |= start;
+        start
+    }
+
+    pub(super) fn end_renewal(&self) {
+        self.time().renewing = false;
+    }
+}

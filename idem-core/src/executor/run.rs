@@ -1,0 +1,288 @@
+//! One attempt, from reserve to complete or fail.
+
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::runtime::Handle;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tracing::{debug, warn};
+
+use super::attempt::{Attempt, Held};
+use super::backoff::Backoff;
+use super::config::{OnPanic, Recovery};
+use super::detach::guarded;
+use super::encode;
+use super::error::{Executed, RunError};
+use super::judge::{Judge, Settlement};
+use super::reconcile::{Reconcile, Reconciliation};
+use super::{Inner, detach};
+use crate::error::{ErrorClass, ErrorKind, Operation, StoreError};
+use crate::limits::InvalidInput;
+use crate::outcome::{Body, Failure, Outcome, Withheld};
+use crate::request::{Lease, Origin, Reservation, Reserve};
+use crate::token::Token;
+
+/// How often a reserve is sent while the store fails.
+const RESERVE_TRIES: u32 = 3;
+/// The pauses between the tries of one call.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// A call is given at least so long, however short the lease.
+const MIN_CALL: Duration = Duration::from_millis(50);
+
+/// What one run wants; handed back when another attempt holds the key.
+pub(super) struct Call<F, J> {
+    pub(super) request: Reserve,
+    /// An earlier send of the request may have had its effect, or may still have it, from this moment on.
+    pub(super) unsettled: Option<Instant>,
+    pub(super) operation: F,
+    pub(super) judge: J,
+}
+
+/// Another attempt holds the key.
+pub(super) struct Busy<F, J> {
+    pub(super) call: Call<F, J>,
+    pub(super) attempt: u32,
+    pub(super) retry_after: Duration,
+}
+
+pub(super) enum Step<T, E, F, J> {
+    Done(Result<Executed<T>, RunError<T, E>>),
+    Busy(Busy<F, J>),
+}
+
+impl Inner {
+    pub(super) async fn attempt<T, E, F, Fut, J>(
+        self: Arc<Self>,
+        runtime: Handle,
+        mut call: Call<F, J>,
+    ) -> Step<T, E, F, J>
+    where
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Display + Send + 'static,
+        J: Judge<E>,
+    {
+        let _running = self.running.enter();
+        let (reservation, since) = match self.reserve(&mut call.request, &mut call.unsettled).await {
+            Ok(answer) => answer,
+            Err(error) => return Step::Done(Err(RunError::Store(error))),
+        };
+        Step::Done(match reservation {
+            Reservation::Acquired(lease) => self.hold(lease, since, &runtime, call.operation, call.judge).await,
+            Reservation::InProgress { attempt, retry_after } => {
+                return Step::Busy(Busy { call, attempt, retry_after });
+            }
+            Reservation::Completed(record) => match record.outcome() {
+                Some(outcome) => replay::<T, E, J>(record.attempt, outcome),
+                None => Err(RunError::Undecodable(encode::unreadable("completed, but without an outcome"))),
+            },
+            Reservation::Abandoned(record) => Err(RunError::Abandoned(Box::new(record))),
+            Reservation::Mismatch => Err(RunError::Mismatch),
+        })
+    }
+
+    /// Reserves, with the same token until there is an answer. Returns since when a lease that it brings may run.
+    async fn reserve(
+        &self,
+        request: &mut Reserve,
+        unsettled: &mut Option<Instant>,
+    ) -> Result<(Reservation, Instant), StoreError> {
+        let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
+        let mut tries = 0;
+        loop {
+            tries += 1;
+            let sent = Instant::now();
+            let error = match timeout(self.call_limit(), self.store.reserve(request)).await {
+                Ok(Ok(reservation)) => {
+                    let since = unsettled.unwrap_or(sent);
+                    // It is not ours yet; but an earlier send that got no answer may still be on its way.
+                    *unsettled = unsettled.map(|_| sent);
+                    return Ok((reservation, since));
+                }
+                Ok(Err(error)) => error,
+                Err(_) => self.no_answer(Operation::Reserve),
+            };
+            if tries == RESERVE_TRIES {
+                return Err(error);
+            }
+            match error.class() {
+                // The attempt of this token is over before it began: somebody has failed it by its record. Nothing was
+                // run under it, and nothing will be.
+                _ if error.kind() == ErrorKind::LeaseLost => {
+                    request.token = Token::random();
+                    *unsettled = None;
+                }
+                ErrorClass::Permanent => return Err(error),
+                ErrorClass::Retryable => {}
+                ErrorClass::Unknown => {
+                    unsettled.get_or_insert(sent);
+                }
+            }
+            debug!(scope = request.key.scope(), %error, "a key could not be reserved, to be tried again");
+            sleep(backoff.pause()).await;
+        }
+    }
+
+    async fn hold<T, E, F, Fut, J>(
+        &self,
+        lease: Lease,
+        since: Instant,
+        runtime: &Handle,
+        operation: F,
+        judge: J,
+    ) -> Result<Executed<T>, RunError<T, E>>
+    where
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Result<T, E>> + Send + 'static,
+        T: Serialize + DeserializeOwned + Send + 'static,
+        E: Display + Send + 'static,
+        J: Judge<E>,
+    {
+        let held = Arc::new(Held::new(lease, since + self.lease));
+        self.ensure_time(&held).await.map_err(RunError::Store)?;
+        // Before the operation's first poll, which may block its thread for longer than the lease.
+        let mut kept = self.keeper.keep(&held, runtime);
+        let attempt = held.lease.attempt;
+        if let Origin::Takeover(previous) = held.lease.origin {
+            let scope = held.lease.key.scope();
+            debug!(scope, attempt, previous = previous.attempt, "an abandoned attempt was taken over");
+            if let Recovery::Reconcile(hook) = &self.recovery {
+                match ask(&**hook, &held.lease).await {
+                    Reconciliation::NotExecuted => self.ensure_time(&held).await.map_err(RunError::Store)?,
+                    Reconciliation::Executed(outcome) => {
+                        kept.release();
+                        let settled = self.settle(&held, Settlement::Complete(outcome.clone())).await;
+                        return settled.map_err(RunError::Store).and_then(|()| replay::<T, E, J>(attempt, &outcome));
+                    }
+                    // Not failed: that would say that nothing has happened, and the next attempt would not ask.
+                    Reconciliation::Unknown => return Err(RunError::OutcomeUnknown { attempt }),
+                }
+            }
+        }
+        let ended = guarded(|| operation(Attempt::new(Arc::clone(&held)))).await;
+        kept.release();
+        match ended {
+            Ok(Ok(value)) => {
+                let outcome = encode::success(&value, self.outcome_limit);
+                match self.settle(&held, Settlement::Complete(outcome)).await {
+                    Ok(()) => Ok(Executed { value, attempt, replayed: false }),
+                    Err(source) => Err(RunError::Unrecorded { result: Ok(value), attempt, source }),
+                }
+            }
+            Ok(Err(error)) => match detach::caught(|| judge.judge(&error, self.outcome_limit)) {
+                Ok(settlement) => {
+                    let is_final = matches!(settlement, Settlement::Complete(_));
+                    match self.settle(&held, settlement).await {
+                        Ok(()) => Err(RunError::Failed { error, attempt, is_final, replayed: false }),
+                        Err(source) => Err(RunError::Unrecorded { result: Err(error), attempt, source }),
+                    }
+                }
+                Err(message) => Err(self.panicked(&held, message).await),
+            },
+            Err(message) => Err(self.panicked(&held, message).await),
+        }
+    }
+
+    /// Before the operation: a lease whose reserve was long on its way is renewed first, or it would end too soon for
+    /// the keeper.
+    async fn ensure_time(&self, held: &Held) -> Result<(), StoreError> {
+        if held.lasts_until(Instant::now() + self.lease / 2) { Ok(()) } else { self.keeper.renew(held).await }
+    }
+
+    async fn panicked<T, E>(&self, held: &Held, message: Box<str>) -> RunError<T, E> {
+        let attempt = held.lease.attempt;
+        warn!(scope = held.lease.key.scope(), attempt, policy = ?self.on_panic, "an operation panicked");
+        if self.on_panic == OnPanic::Free {
+            let note = Failure::truncated(&format!("panicked: {message}"));
+            // Where that fails it has been told, and the key is free at the lease's end.
+            drop(self.settle(held, Settlement::Fail(note)).await);
+        }
+        RunError::Panicked { message, attempt }
+    }
+
+    /// Completes or fails, again and again with the same token while the store fails, until the lease's end: from then
+    /// on another attempt may hold the key. The lease is renewed no more, so this is bounded.
+    async fn settle(&self, held: &Held, mut settlement: Settlement) -> Result<(), StoreError> {
+        let lease = &held.lease;
+        // Also a lease that is over may still be ours, and the store tells.
+        let until = held.end().max(Instant::now() + self.call_limit());
+        let mut backoff = Backoff::new(FIRST_PAUSE.min(self.lease / 12), LONGEST_PAUSE);
+        loop {
+            let answer = match &settlement {
+                Settlement::Complete(outcome) => {
+                    timeout_at(self.call_end(until), self.store.complete(lease, outcome)).await
+                }
+                Settlement::Fail(failure) => timeout_at(self.call_end(until), self.store.fail(lease, failure)).await,
+            };
+            let error = match answer {
+                Ok(Ok(())) => return Ok(()),
+                Ok(Err(error)) => error,
+                Err(_) => self.no_answer(match &settlement {
+                    Settlement::Complete(_) => Operation::Complete,
+                    Settlement::Fail(_) => Operation::Fail,
+                }),
+            };
+            if let Settlement::Complete(outcome) = &mut settlement
+                && matches!(outcome.body, Body::Stored(_))
+                && matches!(error.invalid_input(), Some(InvalidInput::OutcomeTooLarge { .. }))
+            {
+                *outcome = Outcome::withheld(outcome.code, Withheld::TooLarge);
+                continue;
+            }
+            let (scope, attempt, pause) = (lease.key.scope(), lease.attempt, backoff.pause());
+            if error.class() == ErrorClass::Permanent || Instant::now() + pause >= until {
+                warn!(scope, attempt, %error, "the result of an operation that was run could not be stored");
+                return Err(error);
+            }
+            debug!(scope, attempt, %error, "a result could not be stored, to be tried again");
+            sleep(pause).await;
+        }
+    }
+
+    /// How long one call to the store may take before it is sent again.
+    fn call_limit(&self) -> Duration {
+        (self.lease / 3).max(MIN_CALL)
+    }
+
+    fn call_end(&self, until: Instant) -> Instant {
+        until.min(Instant::now() + self.call_limit())
+    }
+
+    fn no_answer(&self, operation: Operation) -> StoreError {
+        StoreError::new(ErrorKind::Timeout, self.store.to_string(), operation)
+    }
+}
+
+/// What became of the attempts before; whoever panics does not know.
+async fn ask(hook: &dyn Reconcile, lease: &Lease) -> Reconciliation {
+    guarded(|| hook.reconcile(lease)).await.unwrap_or_else(|message| {
+        warn!(scope = lease.key.scope(), attempt = lease.attempt, %message, "a reconcile hook panicked");
+        Reconciliation::Unknown
+    })
+}
+
+/// A stored outcome as what the operation returned.
+fn replay<T: DeserializeOwned, E, J: Judge<E>>(attempt: u32, outcome: &Outcome) -> Result<Executed<T>, RunError<T, E>> {
+    let body = match &outcome.body {
+        Body::Stored(body) => body,
+        Body::Withheld(reason) => {
+            return Err(RunError::Withheld { attempt, code: outcome.code, reason: *reason });
+        }
+    };
+    match outcome.code {
+        encode::SUCCESS => match encode::decode(body) {
+            Ok(value) => Ok(Executed { value, attempt, replayed: true }),
+            Err(error) => Err(RunError::Undecodable(error)),
+        },
+        encode::ERROR => Err(match J::read(body) {
+            Ok(error) => RunError::Failed { error, attempt, is_final: true, replayed: true },
+            Err(error) => RunError::Undecodable(error),
+        }),
+        _ => Err(RunError::Undecodable(encode::unreadable("the outcome's code is neither 0 nor 1"))),
+    }
+}

@@ -1,0 +1,1 @@
+//! Tests of what cannot be seen from outside.
