@@ -2,7 +2,7 @@
 //!
 //! `cargo bench -p idem-core --bench executor`
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::expect_used)]
 
 use std::convert::Infallible;
 use std::hint::black_box;

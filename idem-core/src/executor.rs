@@ -260,7 +260,10 @@ impl Executor {
         J: Judge<E>,
     {
         let Ok(runtime) = Handle::try_current() else { return Err(RunError::NoRuntime) };
-        let started = Instant::now();
+        let until = match self.0.waiting {
+            Waiting::Refuse => None,
+            Waiting::UpTo(most) => Some(Instant::now() + most.min(LONGEST_WAIT)),
+        };
         let request = Reserve::new(key.clone())
             .with_fingerprint(fingerprint)
             .with_lease(self.0.lease)
@@ -270,8 +273,7 @@ impl Executor {
             Step::Done(result) => return result,
             Step::Busy(busy) => busy,
         };
-        let Waiting::UpTo(most) = self.0.waiting else { return Err(busy.refuse()) };
-        let until = started + most.min(LONGEST_WAIT);
+        let Some(until) = until else { return Err(busy.refuse()) };
         let mut looks = Backoff::new(FIRST_LOOK, LONGEST_LOOK);
         let waiter = Waiter::new(key);
         loop {

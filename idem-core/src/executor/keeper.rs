@@ -56,6 +56,9 @@ impl Keeper {
             state.tickers.retain(|(_, task)| !task.is_finished());
             let ticker = runtime.spawn(run(Arc::downgrade(self), id, self.tick()));
             state.tickers.push((id, ticker));
+            // A worker runs the task that was spawned on it last, and no other worker can: were that the ticker, an
+            // operation that blocks this worker would hold up its own renewal.
+            drop(runtime.spawn(async {}));
         }
         drop(state);
         Kept { keeper: Arc::clone(self), held: Arc::clone(held), slot: Some(slot) }
@@ -71,8 +74,8 @@ impl Keeper {
             state.tickers.retain(|(of, _)| *of != runtime);
             return None;
         }
-        // A third after the lease was granted, or at the last tick before that.
-        let due = Instant::now() + self.lease * 2 / 3 + self.tick();
+        // At the tick that is next to a third of the lease after it was granted.
+        let due = Instant::now() + self.lease * 2 / 3 + self.tick() / 2;
         Some(own.filter(|held| held.start_renewal(due)).cloned().collect())
     }
 

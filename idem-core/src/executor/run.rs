@@ -7,7 +7,7 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::runtime::Handle;
-use tokio::time::{Instant, sleep, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 use tracing::{debug, warn};
 
 use super::attempt::{Attempt, Held};
@@ -97,7 +97,7 @@ impl Inner {
         loop {
             tries += 1;
             let sent = Instant::now();
-            let error = match timeout(self.call_limit(), self.store.reserve(request)).await {
+            let error = match timeout_at(sent + self.call_limit(), self.store.reserve(request)).await {
                 Ok(Ok(reservation)) => {
                     let since = unsettled.unwrap_or(sent);
                     // It is not ours yet; but an earlier send that got no answer may still be on its way.
@@ -210,14 +210,14 @@ impl Inner {
     async fn settle(&self, held: &Held, mut settlement: Settlement) -> Result<(), StoreError> {
         let lease = &held.lease;
         // Also a lease that is over may still be ours, and the store tells.
-        let until = held.end().max(Instant::now() + self.call_limit());
+        let mut now = Instant::now();
+        let until = held.end().max(now + self.call_limit());
         let mut backoff = Backoff::new(FIRST_PAUSE.min(self.lease / 12), LONGEST_PAUSE);
         loop {
+            let end = until.min(now + self.call_limit());
             let answer = match &settlement {
-                Settlement::Complete(outcome) => {
-                    timeout_at(self.call_end(until), self.store.complete(lease, outcome)).await
-                }
-                Settlement::Fail(failure) => timeout_at(self.call_end(until), self.store.fail(lease, failure)).await,
+                Settlement::Complete(outcome) => timeout_at(end, self.store.complete(lease, outcome)).await,
+                Settlement::Fail(failure) => timeout_at(end, self.store.fail(lease, failure)).await,
             };
             let error = match answer {
                 Ok(Ok(())) => return Ok(()),
@@ -241,16 +241,13 @@ impl Inner {
             }
             debug!(scope, attempt, %error, "a result could not be stored, to be tried again");
             sleep(pause).await;
+            now = Instant::now();
         }
     }
 
     /// How long one call to the store may take before it is sent again.
     fn call_limit(&self) -> Duration {
         (self.lease / 3).max(MIN_CALL)
-    }
-
-    fn call_end(&self, until: Instant) -> Instant {
-        until.min(Instant::now() + self.call_limit())
     }
 
     fn no_answer(&self, operation: Operation) -> StoreError {

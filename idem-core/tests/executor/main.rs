@@ -1,0 +1,10 @@
+//! The executor on stores that fail, with time that passes by hand.
+
+#![allow(missing_docs, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod basics;
+mod leases;
+mod policies;
+mod results;
+mod support;
+mod waiting;
