@@ -36,15 +36,16 @@ const MAX_PURGE: usize = 10_000;
 ///   changes nothing, such as a replay, costs none.
 /// - **Waiting.** Calls run on tokio's threads for blocking work, one at a time but for [`fetch`](KeyStore::fetch).
 /// - **Cancellation.** A call whose future is dropped still runs to its end on its thread.
-/// - **Trouble.** When a commit fails, it may have happened: class unknown. redb then refuses further work until the
-///   file is opened anew: [`close`](Self::close) this store and open another, then repeat the call.
+/// - **Trouble.** When a commit fails, it may have happened: class unknown. redb then refuses all further work, with
+///   errors of class retryable, until the file is opened anew by [`reopen`](Self::reopen); the call repeated then tells.
 /// - **Time** is that of its [`Clock`]; see [`WallClock`].
 #[derive(Clone)]
 pub struct RedbStore(Arc<Shared>);
 
 struct Shared {
-    /// `None` once it is closed.
+    /// `None` when it could not be opened anew.
     database: RwLock<Option<Database>>,
+    open: Box<dyn Fn() -> Result<Database, redb::Error> + Send + Sync>,
     clock: Arc<dyn Clock>,
 }
 
@@ -56,28 +57,45 @@ impl RedbStore {
     ///
     /// # Errors
     /// [`ErrorKind::Misconfigured`] when the file is open elsewhere, may not be written, or has other tables;
-    /// [`ErrorKind::Unreadable`] when it is damaged; what the file system says.
+    /// [`ErrorKind::Unreadable`] when it is damaged or another program's; what the file system says.
     pub fn open(path: &Path, clock: Arc<dyn Clock>) -> Result<Self, StoreError> {
-        let open = || {
-            let database = Database::create(path)?;
-            // So that a read finds them, and that wrong tables are found out now.
-            let transaction = database.begin_write()?;
-            Tables::open(&transaction, Operation::Setup)?;
-            transaction.commit()?;
-            // A new file is on the disk once its directory is.
+        let path = path.to_owned();
+        let open = move || {
+            let database = Database::create(&path)?;
+            // A new file is there after a power failure once its directory is written too.
             #[cfg(unix)]
             if let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) {
                 std::fs::File::open(directory)?.sync_all()?;
             }
-            Ok(Self(Arc::new(Shared { database: RwLock::new(Some(database)), clock })))
+            Ok(database)
         };
-        open().map_err(|stop: Stop| stop.error(Operation::Setup))
+        Self::open_with(open, clock)
     }
 
-    /// Closes the file, for all clones of this store, once the calls that use it are done. Blocks. Later calls find the
-    /// store unavailable.
-    pub fn close(&self) {
-        self.0.database.write().unwrap_or_else(PoisonError::into_inner).take();
+    /// As [`open`](Self::open), with a database that the caller opens: with other settings or another storage. The
+    /// function is called now and by each [`reopen`](Self::reopen).
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_with(
+        open: impl Fn() -> Result<Database, redb::Error> + Send + Sync + 'static,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, StoreError> {
+        let store = Self(Arc::new(Shared { database: RwLock::new(None), open: Box::new(open), clock }));
+        store.reopen()?;
+        Ok(store)
+    }
+
+    /// Closes the file, once the calls that use it are done, and opens it again, for all clones of this store: what redb
+    /// wants after input or output has failed. Blocks.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open). The store is unavailable then until another `reopen` succeeds.
+    pub fn reopen(&self) -> Result<(), StoreError> {
+        let mut database = self.0.database.write().unwrap_or_else(PoisonError::into_inner);
+        *database = None;
+        *database = Some(self.0.open().map_err(|stop| stop.error(Operation::Setup))?);
+        Ok(())
     }
 
     /// Applies calls, one after the other in one transaction, and gives an answer each. A call that is refused does not
@@ -129,6 +147,15 @@ fn lost(operation: Operation) -> StoreError {
 }
 
 impl Shared {
+    fn open(&self) -> Result<Database, Stop> {
+        let database = (self.open)()?;
+        // So that a read finds the tables, and that wrong ones are found out now.
+        let transaction = database.begin_write()?;
+        Tables::open(&transaction, Operation::Setup)?;
+        transaction.commit()?;
+        Ok(database)
+    }
+
     fn transact<C, A>(
         &self,
         operation: Operation,
@@ -458,5 +485,19 @@ impl Clock for WallClock {
         let mut latest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         *latest = SystemTime::now().max(*latest);
         *latest
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_wall_clock_stands_still_while_the_machines_is_behind() {
+        let ahead = SystemTime::now() + Duration::from_secs(3_600);
+        assert_eq!(WallClock(Mutex::new(ahead)).now(), ahead);
+        let behind = SystemTime::now();
+        let clock = WallClock(Mutex::new(behind - Duration::from_secs(3_600)));
+        assert!(clock.now() >= behind);
     }
 }

@@ -1,7 +1,7 @@
 //! The conformance kit on the store over redb.
 
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -20,8 +20,8 @@ struct Redb;
 /// A file of its own for each case.
 struct File {
     clock: Arc<ManualClock>,
-    store: Mutex<RedbStore>,
-    directory: TempDir,
+    store: RedbStore,
+    _directory: TempDir,
 }
 
 #[async_trait]
@@ -31,20 +31,20 @@ impl Harness for Redb {
     }
 
     fn abilities(&self) -> Abilities {
-        Abilities::default().with_time(Time::Manual).with_reopen()
+        Abilities::default().with_time(Time::Manual).with_reopen().with_disturb()
     }
 
     async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
         let (clock, directory) = (Arc::new(ManualClock::default()), TempDir::new()?);
         let store = RedbStore::open(&directory.path().join("keys.redb"), clock.clone())?;
-        Ok(Box::new(File { clock, store: Mutex::new(store), directory }))
+        Ok(Box::new(File { clock, store, _directory: directory }))
     }
 }
 
 #[async_trait]
 impl Fixture for File {
     fn store(&self) -> Arc<dyn KeyStore> {
-        Arc::new(self.store.lock().unwrap_or_else(PoisonError::into_inner).clone())
+        Arc::new(self.store.clone())
     }
 
     async fn advance(&self, by: Duration) -> Result<(), HarnessError> {
@@ -53,9 +53,12 @@ impl Fixture for File {
     }
 
     async fn reopen(&self) -> Result<Arc<dyn KeyStore>, HarnessError> {
-        let mut store = self.store.lock().unwrap_or_else(PoisonError::into_inner);
-        store.close();
-        *store = RedbStore::open(&self.directory.path().join("keys.redb"), self.clock.clone())?;
-        Ok(Arc::new(store.clone()))
+        self.disturb().await?;
+        Ok(self.store())
+    }
+
+    async fn disturb(&self) -> Result<(), HarnessError> {
+        let store = self.store.clone();
+        Ok(tokio::task::spawn_blocking(move || store.reopen()).await??)
     }
 }
