@@ -1,0 +1,86 @@
+//! A payments API that charges once, however often the request is repeated.
+//!
+//! `payments --demo` starts it on a free port, drives it over HTTP and prints what happens. `payments --listen
+//! 127.0.0.1:8080` serves it:
+//!
+//! ```text
+//! curl -i localhost:8080/charges -H 'Authorization: Bearer alice' -H 'Idempotency-Key: order-1' \
+//!      -H 'Content-Type: application/json' -d '{"amount": 1200, "card": "visa"}'
+//! curl localhost:8080/balance -H 'Authorization: Bearer alice'
+//! ```
+//!
+//! The cards: `visa` is charged at once, `slow` after a while, `declined` is declined, and `flaky` makes the provider
+//! time out at the first attempt.
+
+mod api;
+mod demo;
+mod problem;
+mod provider;
+
+use std::error::Error;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use clap::Parser;
+use idem_core::executor::Executor;
+use idem_core::{KeyStore, MemoryStore};
+use tokio::net::TcpListener;
+
+use crate::provider::Provider;
+
+/// A payments API that charges once.
+#[derive(Debug, Parser)]
+struct Arguments {
+    /// Drive the API over real HTTP and print what happens.
+    #[arg(long, conflicts_with = "listen")]
+    demo: bool,
+    /// Where to listen; port 0 takes a free one.
+    #[arg(long, default_value = "127.0.0.1:8080")]
+    listen: SocketAddr,
+    /// Where the idempotency keys are kept.
+    #[arg(long, default_value = "memory")]
+    store: String,
+}
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn Error>> {
+    let arguments = Arguments::parse();
+    let executor = Executor::new(open(&arguments.store)?);
+    let provider = Arc::new(Provider::default());
+    let listen = if arguments.demo { SocketAddr::from(([127, 0, 0, 1], 0)) } else { arguments.listen };
+    let listener = TcpListener::bind(listen).await?;
+    let address = listener.local_addr()?;
+    let server = axum::serve(listener, api::router(executor.clone(), provider));
+    if arguments.demo {
+        let server = tokio::spawn(server.into_future());
+        let result = demo::run(address, &arguments.store).await;
+        server.abort();
+        return result;
+    }
+    say(&format!("listening on http://{address}"));
+    server.with_graceful_shutdown(stop()).await?;
+    // Clients may have hung up while their charge runs: it is finished and recorded all the same.
+    executor.drain().await;
+    Ok(())
+}
+
+/// The store of that name.
+fn open(store: &str) -> Result<Arc<dyn KeyStore>, Box<dyn Error>> {
+    match store {
+        "memory" => Ok(Arc::new(MemoryStore::new())),
+        other => Err(format!("there is no store '{other}' (there is: memory)").into()),
+    }
+}
+
+async fn stop() {
+    if tokio::signal::ctrl_c().await.is_err() {
+        // Without signals, the server runs until it is killed.
+        std::future::pending::<()>().await;
+    }
+}
+
+/// The one place that prints.
+#[expect(clippy::print_stdout, reason = "a program for the terminal")]
+fn say(line: &str) {
+    println!("{line}");
+}
