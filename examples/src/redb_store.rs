@@ -110,21 +110,23 @@ impl RedbStore {
         C: Send + 'static,
         A: Send + 'static,
     {
-        let (shared, count) = (self.0.clone(), calls.len());
-        let work = move || match shared.transact(operation, &calls, apply) {
-            Ok(answers) => answers,
-            Err(stop) => calls
-                .into_iter()
-                .map(|call| match call {
-                    Ok(_) => Err(stop.error(operation)),
-                    Err(input) => Err(StoreError::invalid(input, NAME, operation)),
-                })
-                .collect(),
-        };
-        match tokio::task::spawn_blocking(work).await {
-            Ok(answers) => answers,
-            Err(_) => (0..count).map(|_| Err(lost(operation))).collect(),
+        let shared = self.0.clone();
+        let mut valid = Vec::with_capacity(calls.len());
+        let checked: Vec<_> = calls.into_iter().map(|call| call.map(|call| valid.push(call))).collect();
+        let mut answers = Vec::new();
+        if !valid.is_empty() {
+            let work = move || match shared.transact(operation, &valid, apply) {
+                Ok(answers) => answers,
+                Err(stop) => valid.iter().map(|_| Err(stop.error(operation))).collect(),
+            };
+            answers = tokio::task::spawn_blocking(work).await.unwrap_or_default();
         }
+        let mut answers = answers.into_iter();
+        let answer = |checked| match checked {
+            Ok(()) => answers.next().unwrap_or_else(|| Err(lost(operation))),
+            Err(input) => Err(StoreError::invalid(input, NAME, operation)),
+        };
+        checked.into_iter().map(answer).collect()
     }
 
     async fn transact_one<C, A>(
@@ -159,13 +161,9 @@ impl Shared {
     fn transact<C, A>(
         &self,
         operation: Operation,
-        calls: &[Result<C, InvalidInput>],
+        calls: &[C],
         apply: impl Fn(&mut Tables<'_>, &C, SystemTime) -> Result<A, Stop>,
     ) -> Result<Vec<Result<A, StoreError>>, Stop> {
-        let invalid = |input: &InvalidInput| Err(StoreError::invalid(input.clone(), NAME, operation));
-        if calls.iter().all(Result::is_err) {
-            return Ok(calls.iter().filter_map(|call| call.as_ref().err().map(invalid)).collect());
-        }
         let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
         let transaction = database.as_ref().ok_or(redb::Error::DatabaseClosed)?.begin_write()?;
         let mut tables = Tables::open(&transaction, operation)?;
@@ -173,11 +171,9 @@ impl Shared {
         let now = self.clock.now();
         let mut answers = Vec::with_capacity(calls.len());
         for call in calls {
-            match call.as_ref().map(|call| apply(&mut tables, call, now)) {
-                Ok(Ok(answer)) => answers.push(Ok(answer)),
-                Ok(Err(Stop::Call(error))) => answers.push(Err(error)),
-                Ok(Err(stop)) => return Err(stop),
-                Err(input) => answers.push(invalid(input)),
+            match apply(&mut tables, call, now) {
+                Err(Stop::Call(error)) => answers.push(Err(error)),
+                answer => answers.push(Ok(answer?)),
             }
         }
         let changed = tables.changed;
@@ -189,10 +185,12 @@ impl Shared {
     }
 
     fn fetch(&self, key: &Key) -> Result<Option<Record>, Stop> {
+        // Read before the snapshot is taken: behind it, a record that has been prolonged since could look expired.
+        let now = self.clock.now();
         let database = self.database.read().unwrap_or_else(PoisonError::into_inner);
         let transaction = database.as_ref().ok_or(redb::Error::DatabaseClosed)?.begin_read()?;
-        let record = read(&transaction.open_table(RECORDS)?, key, self.clock.now(), Operation::Fetch)?;
-        Ok(record.filter(|record| !record.is_expired(record.read_at)))
+        let record = read(&transaction.open_table(RECORDS)?, key, now, Operation::Fetch)?;
+        Ok(record.filter(|record| !record.is_expired(now)))
     }
 }
 
@@ -461,8 +459,8 @@ impl fmt::Display for RedbStore {
 /// When somebody sets the machine's clock **back**, this one stands still until the machine has caught up; after a
 /// restart it is back too. Either way leases and records last longer by as much: safe, and a crashed holder's key
 /// waits longer. When the machine's clock jumps **forward**, leases and records end early by as much: a holder that
-/// is still at work can be taken over. So keep the machine's clock slewed (chrony, ntpd without `-g` steps) rather than
-/// stepped while the process runs, and choose leases far longer than what it may jump.
+/// is still at work can be taken over. So let the machine's clock be slewed and not stepped while the process runs, and
+/// choose leases far longer than it may jump.
 #[derive(Debug)]
 pub struct WallClock(Mutex<SystemTime>);
 

@@ -1,4 +1,5 @@
 //! What the kit cannot see of the store over redb: foreign bytes in its file, a disk that fails, and other files.
+#![allow(clippy::panic, clippy::unwrap_used, reason = "the helpers of tests are tests")]
 
 use std::error::Error;
 use std::fs::OpenOptions;
