@@ -22,6 +22,7 @@ use super::{Inner, detach};
 use crate::error::{ErrorClass, ErrorKind, Operation, StoreError};
 use crate::limits::InvalidInput;
 use crate::outcome::{Body, Failure, Outcome, Withheld};
+use crate::record::Record;
 use crate::request::{Lease, Origin, Reservation, Reserve};
 use crate::token::Token;
 
@@ -55,11 +56,11 @@ pub(super) enum Step<T, E, F, J> {
 }
 
 impl Inner {
-    pub(super) async fn attempt<T, E, F, Fut, J>(
+    pub(super) fn attempt<T, E, F, Fut, J>(
         self: Arc<Self>,
         runtime: Handle,
         mut call: Call<F, J>,
-    ) -> Step<T, E, F, J>
+    ) -> impl Future<Output = Step<T, E, F, J>> + Send + 'static
     where
         F: FnOnce(Attempt) -> Fut + Send + 'static,
         Fut: Future<Output = Result<T, E>> + Send + 'static,
@@ -67,23 +68,25 @@ impl Inner {
         E: Display + Send + 'static,
         J: Judge<E>,
     {
-        let _running = self.running.enter();
-        let (reservation, since) = match self.reserve(&mut call.request, &mut call.unsettled).await {
-            Ok(answer) => answer,
-            Err(error) => return Step::Done(Err(RunError::Store(error))),
-        };
-        Step::Done(match reservation {
-            Reservation::Acquired(lease) => self.hold(lease, since, &runtime, call.operation, call.judge).await,
-            Reservation::InProgress { attempt, retry_after } => {
-                return Step::Busy(Busy { call, attempt, retry_after });
-            }
-            Reservation::Completed(record) => match record.outcome() {
-                Some(outcome) => replay::<T, E, J>(record.attempt, outcome),
-                None => Err(RunError::Undecodable(encode::unreadable("completed, but without an outcome"))),
-            },
-            Reservation::Abandoned(record) => Err(RunError::Abandoned(Box::new(record))),
-            Reservation::Mismatch => Err(RunError::Mismatch),
-        })
+        // A block, since an async fn holds its arguments twice, and this future is moved to the heap.
+        async move {
+            let _running = self.running.enter();
+            // What the store answers is large: it must not be part of the future, which is moved to the heap.
+            let held = match self.reserve(&mut call.request, &mut call.unsettled).await {
+                Ok((Reservation::Acquired(lease), since)) => Arc::new(Held::new(lease, since + self.lease)),
+                Ok((Reservation::InProgress { attempt, retry_after }, _)) => {
+                    return Step::Busy(Busy { call, attempt, retry_after });
+                }
+                Ok((Reservation::Completed(record), _)) => return Step::Done(replay_record::<T, E, J>(&record)),
+                Ok((Reservation::Abandoned(record), _)) => {
+                    return Step::Done(Err(RunError::Abandoned(Box::new(record))));
+                }
+                Ok((Reservation::Mismatch, _)) => return Step::Done(Err(RunError::Mismatch)),
+                Err(error) => return Step::Done(Err(RunError::Store(error))),
+            };
+            let Call { operation, judge, .. } = call;
+            Step::Done(self.hold(&held, &runtime, operation, judge).await)
+        }
     }
 
     /// Reserves, with the same token until there is an answer. Returns since when a lease that it brings may run.
@@ -130,8 +133,7 @@ impl Inner {
 
     async fn hold<T, E, F, Fut, J>(
         &self,
-        lease: Lease,
-        since: Instant,
+        held: &Arc<Held>,
         runtime: &Handle,
         operation: F,
         judge: J,
@@ -143,20 +145,19 @@ impl Inner {
         E: Display + Send + 'static,
         J: Judge<E>,
     {
-        let held = Arc::new(Held::new(lease, since + self.lease));
-        self.ensure_time(&held).await.map_err(RunError::Store)?;
+        self.ensure_time(held).await.map_err(RunError::Store)?;
         // Before the operation's first poll, which may block its thread for longer than the lease.
-        let mut kept = self.keeper.keep(&held, runtime);
+        let mut kept = self.keeper.keep(held, runtime);
         let attempt = held.lease.attempt;
         if let Origin::Takeover(previous) = held.lease.origin {
             let scope = held.lease.key.scope();
             debug!(scope, attempt, previous = previous.attempt, "an abandoned attempt was taken over");
             if let Recovery::Reconcile(hook) = &self.recovery {
                 match ask(&**hook, &held.lease).await {
-                    Reconciliation::NotExecuted => self.ensure_time(&held).await.map_err(RunError::Store)?,
+                    Reconciliation::NotExecuted => self.ensure_time(held).await.map_err(RunError::Store)?,
                     Reconciliation::Executed(outcome) => {
                         kept.release();
-                        let settled = self.settle(&held, Settlement::Complete(outcome.clone())).await;
+                        let settled = self.settle(held, Settlement::Complete(outcome.clone())).await;
                         return settled.map_err(RunError::Store).and_then(|()| replay::<T, E, J>(attempt, &outcome));
                     }
                     // Not failed: that would say that nothing has happened, and the next attempt would not ask.
@@ -164,12 +165,12 @@ impl Inner {
                 }
             }
         }
-        let ended = guarded(|| operation(Attempt::new(Arc::clone(&held)))).await;
+        let ended = guarded(|| operation(Attempt::new(Arc::clone(held)))).await;
         kept.release();
         match ended {
             Ok(Ok(value)) => {
                 let outcome = encode::success(&value, self.outcome_limit);
-                match self.settle(&held, Settlement::Complete(outcome)).await {
+                match self.settle(held, Settlement::Complete(outcome)).await {
                     Ok(()) => Ok(Executed { value, attempt, replayed: false }),
                     Err(source) => Err(RunError::Unrecorded { result: Ok(value), attempt, source }),
                 }
@@ -177,14 +178,14 @@ impl Inner {
             Ok(Err(error)) => match detach::caught(|| judge.judge(&error, self.outcome_limit)) {
                 Ok(settlement) => {
                     let is_final = matches!(settlement, Settlement::Complete(_));
-                    match self.settle(&held, settlement).await {
+                    match self.settle(held, settlement).await {
                         Ok(()) => Err(RunError::Failed { error, attempt, is_final, replayed: false }),
                         Err(source) => Err(RunError::Unrecorded { result: Err(error), attempt, source }),
                     }
                 }
-                Err(message) => Err(self.panicked(&held, message).await),
+                Err(message) => Err(self.panicked(held, message).await),
             },
-            Err(message) => Err(self.panicked(&held, message).await),
+            Err(message) => Err(self.panicked(held, message).await),
         }
     }
 
@@ -261,6 +262,14 @@ async fn ask(hook: &dyn Reconcile, lease: &Lease) -> Reconciliation {
         warn!(scope = lease.key.scope(), attempt = lease.attempt, %message, "a reconcile hook panicked");
         Reconciliation::Unknown
     })
+}
+
+/// A completed record as what the operation returned.
+fn replay_record<T: DeserializeOwned, E, J: Judge<E>>(record: &Record) -> Result<Executed<T>, RunError<T, E>> {
+    match record.outcome() {
+        Some(outcome) => replay::<T, E, J>(record.attempt, outcome),
+        None => Err(RunError::Undecodable(encode::unreadable("the store says completed, but gives no outcome"))),
+    }
 }
 
 /// A stored outcome as what the operation returned.
