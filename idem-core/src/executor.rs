@@ -156,8 +156,8 @@ impl Executor {
     /// take beyond the operation.
     ///
     /// # Cancellation
-    /// Before its first poll: nothing happens. While it waits for another holder: it stops waiting. Otherwise the
-    /// attempt goes on without its caller.
+    /// Before its first poll: nothing happens. While it waits for another holder: it stops waiting, unless it acquires
+    /// the key at that moment. Otherwise the attempt goes on without its caller.
     pub async fn run<T, E, F, Fut>(
         &self,
         key: &Key,
@@ -240,7 +240,7 @@ impl Executor {
     }
 
     /// Waits until no attempt runs any more, detached ones among them: for a clean shutdown, after the last call of
-    /// [`run`](Self::run). May be dropped at any time.
+    /// [`run`](Self::run). Callers that wait for another holder do not count. May be dropped at any time.
     pub async fn drain(&self) {
         self.0.running.drained().await;
     }

@@ -38,8 +38,8 @@ impl Attempt {
         self.0.lease.origin
     }
 
-    /// The handle by which it holds the key, for a store's own functions, such as completing within a database
-    /// transaction. The executor completes or fails it when the operation ends, so leave that to it otherwise.
+    /// The handle by which it holds the key. The executor completes or fails it when the operation ends: an operation
+    /// that does so itself, with another outcome, gets [`RunError::Unrecorded`](super::RunError::Unrecorded).
     #[must_use]
     pub fn lease(&self) -> &Lease {
         &self.0.lease

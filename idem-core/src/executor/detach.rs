@@ -52,8 +52,8 @@ pub(super) async fn guarded<Fut: Future>(start: impl FnOnce() -> Fut) -> Result<
         None => Poll::Pending,
     })
     .await;
-    if let Err(message) = caught(|| future.set(None)) {
-        warn!(%message, "an operation panicked when it was dropped, after its end");
+    if caught(|| future.set(None)).is_err() {
+        warn!("an operation panicked when it was dropped, after its end");
     }
     ended
 }

@@ -21,6 +21,9 @@ use crate::store::KeyStore;
 /// The shortest interval; timers are no finer.
 const MIN_TICK: Duration = Duration::from_millis(1);
 
+/// The longest that one renewal is waited for.
+const LONGEST_CALL: Duration = Duration::from_secs(10);
+
 pub(super) struct Keeper {
     store: Arc<dyn KeyStore>,
     lease: Duration,
@@ -56,8 +59,8 @@ impl Keeper {
             state.tickers.retain(|(_, task)| !task.is_finished());
             let ticker = runtime.spawn(run(Arc::downgrade(self), id, self.tick()));
             state.tickers.push((id, ticker));
-            // A worker runs the task that was spawned on it last, and no other worker can: were that the ticker, an
-            // operation that blocks this worker would hold up its own renewal.
+            // The task that a worker spawned last waits for that worker, and no other can take it: were that the
+            // ticker, an operation that blocks this worker would hold up its own renewal.
             drop(runtime.spawn(async {}));
         }
         drop(state);
@@ -82,7 +85,8 @@ impl Keeper {
     /// Renews once. What fails is tried again at the next tick.
     pub(super) async fn renew(&self, held: &Held) -> Result<(), StoreError> {
         let sent = Instant::now();
-        let answer = match timeout(self.lease / 4, self.store.renew(&held.lease, self.lease)).await {
+        let answer = match timeout((self.lease / 4).min(LONGEST_CALL), self.store.renew(&held.lease, self.lease)).await
+        {
             Ok(answer) => answer,
             Err(_) => Err(StoreError::new(ErrorKind::Timeout, self.store.to_string(), Operation::Renew)),
         };
@@ -112,6 +116,15 @@ impl Keeper {
     #[cfg(test)]
     pub(super) fn tickers(&self) -> usize {
         self.state().tickers.iter().filter(|(_, task)| !task.is_finished()).count()
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for (_, ticker) in &state.tickers {
+            ticker.abort();
+        }
     }
 }
 

@@ -31,8 +31,9 @@ const RESERVE_TRIES: u32 = 3;
 /// The pauses between the tries of one call.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// A call is given at least so long, however short the lease.
+/// A call is given a third of the lease, but at least and at most so long.
 const MIN_CALL: Duration = Duration::from_millis(50);
+const MAX_CALL: Duration = Duration::from_secs(10);
 
 /// What one run wants; handed back when another attempt holds the key.
 pub(super) struct Call<F, J> {
@@ -56,6 +57,7 @@ pub(super) enum Step<T, E, F, J> {
 }
 
 impl Inner {
+    #[expect(clippy::manual_async_fn, reason = "an async fn holds its arguments twice: this goes to the heap")]
     pub(super) fn attempt<T, E, F, Fut, J>(
         self: Arc<Self>,
         runtime: Handle,
@@ -68,10 +70,9 @@ impl Inner {
         E: Display + Send + 'static,
         J: Judge<E>,
     {
-        // A block, since an async fn holds its arguments twice, and this future is moved to the heap.
         async move {
             let _running = self.running.enter();
-            // What the store answers is large: it must not be part of the future, which is moved to the heap.
+            // Taken apart at once: what the store answers is large, and would be part of the future otherwise.
             let held = match self.reserve(&mut call.request, &mut call.unsettled).await {
                 Ok((Reservation::Acquired(lease), since)) => Arc::new(Held::new(lease, since + self.lease)),
                 Ok((Reservation::InProgress { attempt, retry_after }, _)) => {
@@ -151,7 +152,7 @@ impl Inner {
         let attempt = held.lease.attempt;
         if let Origin::Takeover(previous) = held.lease.origin {
             let scope = held.lease.key.scope();
-            debug!(scope, attempt, previous = previous.attempt, "an abandoned attempt was taken over");
+            warn!(scope, attempt, previous = previous.attempt, "an abandoned attempt was taken over");
             if let Recovery::Reconcile(hook) = &self.recovery {
                 match ask(&**hook, &held.lease).await {
                     Reconciliation::NotExecuted => self.ensure_time(held).await.map_err(RunError::Store)?,
@@ -213,7 +214,7 @@ impl Inner {
         // Also a lease that is over may still be ours, and the store tells.
         let mut now = Instant::now();
         let until = held.end().max(now + self.call_limit());
-        let mut backoff = Backoff::new(FIRST_PAUSE.min(self.lease / 12), LONGEST_PAUSE);
+        let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE.min(self.lease / 12));
         loop {
             let end = until.min(now + self.call_limit());
             let answer = match &settlement {
@@ -248,7 +249,7 @@ impl Inner {
 
     /// How long one call to the store may take before it is sent again.
     fn call_limit(&self) -> Duration {
-        (self.lease / 3).max(MIN_CALL)
+        (self.lease / 3).clamp(MIN_CALL, MAX_CALL)
     }
 
     fn no_answer(&self, operation: Operation) -> StoreError {
@@ -258,8 +259,8 @@ impl Inner {
 
 /// What became of the attempts before; whoever panics does not know.
 async fn ask(hook: &dyn Reconcile, lease: &Lease) -> Reconciliation {
-    guarded(|| hook.reconcile(lease)).await.unwrap_or_else(|message| {
-        warn!(scope = lease.key.scope(), attempt = lease.attempt, %message, "a reconcile hook panicked");
+    guarded(|| hook.reconcile(lease)).await.unwrap_or_else(|_| {
+        warn!(scope = lease.key.scope(), attempt = lease.attempt, "a reconcile hook panicked");
         Reconciliation::Unknown
     })
 }

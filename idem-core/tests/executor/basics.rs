@@ -3,12 +3,14 @@
 use std::convert::Infallible;
 use std::time::Duration;
 
-use idem_core::executor::{Executor, RunError};
-use idem_core::{Fingerprint, InvalidInput, KeyStore, MemoryStore, Origin, Outcome, Reserve, State};
+use idem_core::executor::{Attempt, Executor, RunError, Waiting};
+use idem_core::{
+    ErrorKind, Fingerprint, InvalidInput, KeyStore, MemoryStore, Operation, Origin, Outcome, Reserve, State,
+};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
-use super::support::{Effects, Faulty, key, settle};
+use super::support::{Effects, Fault, Faulty, key, settle};
 
 #[tokio::test(start_paused = true)]
 async fn a_repeat_gets_the_first_result_and_runs_nothing() {
@@ -140,14 +142,14 @@ async fn a_caller_that_goes_away_during_the_reserve_does_not_leave_the_key_block
     let executor = Executor::new(store.clone());
     let call = key("k");
     let mut call = Box::pin(executor.run(&call, None, |_| async { Ok::<_, Infallible>(7) }));
-    assert!(futures_poll(call.as_mut()).await.is_none(), "the reserve is under way");
+    assert!(poll_once(call.as_mut()).await.is_none(), "the reserve is under way");
     drop(call);
     executor.drain().await;
     assert!(matches!(store.record(&key("k")).await.unwrap().state, State::Completed(_)));
 }
 
 /// Polls once.
-async fn futures_poll<F: Future>(mut future: std::pin::Pin<&mut F>) -> Option<F::Output> {
+async fn poll_once<F: Future>(mut future: std::pin::Pin<&mut F>) -> Option<F::Output> {
     std::future::poll_fn(|context| match future.as_mut().poll(context) {
         std::task::Poll::Ready(output) => std::task::Poll::Ready(Some(output)),
         std::task::Poll::Pending => std::task::Poll::Ready(None),
@@ -210,8 +212,6 @@ async fn settings_are_checked() {
 /// The store's own trouble before the operation: nothing is run.
 #[tokio::test(start_paused = true)]
 async fn a_store_that_cannot_be_reached_runs_nothing() {
-    use super::support::Fault;
-    use idem_core::{ErrorKind, Operation};
     let store = Faulty::new();
     let executor = Executor::new(store.clone());
     store.inject(Operation::Reserve, &[], Fault::Refuse(ErrorKind::Unavailable));
@@ -233,8 +233,6 @@ async fn a_store_that_cannot_be_reached_runs_nothing() {
 /// Pitfalls 2 and 44: the reserve took effect, its reply was lost, and the repeat is no rival to itself.
 #[tokio::test(start_paused = true)]
 async fn a_reserve_whose_reply_was_lost_is_recognised() {
-    use super::support::Fault;
-    use idem_core::Operation;
     let store = Faulty::new();
     let executor = Executor::new(store.clone());
     store.inject(Operation::Reserve, &[Fault::LoseReply, Fault::LoseReply], Fault::None);
@@ -260,7 +258,7 @@ fn an_executor_outlives_its_runtime() {
     for (id, keep) in [("second", runtime()), ("third", runtime())] {
         keep.block_on(async {
             let passing = store.clone();
-            let operation = |attempt: idem_core::executor::Attempt| async move {
+            let operation = |attempt: Attempt| async move {
                 passing.pass(Duration::from_secs(60)).await;
                 Ok::<_, Infallible>(attempt.is_lease_lost())
             };
@@ -287,7 +285,7 @@ async fn an_operation_that_blocks_its_thread_keeps_its_lease() {
     let executor = Executor::builder(MemoryStore::new()).lease(Duration::from_millis(300)).build().unwrap();
     let runner = executor.clone();
     let running = tokio::spawn(async move {
-        let operation = |attempt: idem_core::executor::Attempt| async move {
+        let operation = |attempt: Attempt| async move {
             std::thread::sleep(Duration::from_millis(1200));
             Ok::<_, Infallible>(attempt.is_lease_lost())
         };
@@ -297,4 +295,83 @@ async fn an_operation_that_blocks_its_thread_keeps_its_lease() {
     let repeat = executor.run(&key("blocking"), None, |_| async { Ok::<_, Infallible>(true) }).await;
     assert!(matches!(repeat, Err(RunError::InProgress { attempt: 1, .. })), "{repeat:?}");
     assert!(!running.await.unwrap().unwrap().value);
+}
+
+/// The runtime that the operation runs on is shut down, while the caller lives on another one.
+#[test]
+fn an_operation_whose_runtime_is_shut_down_is_interrupted() {
+    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+    let (first, second) = (runtime(), runtime());
+    let store = Faulty::new();
+    let executor = Executor::new(store.clone());
+    let id = key("k");
+    let mut call = Box::pin(executor.run(&id, None, |_| std::future::pending::<Result<(), Infallible>>()));
+    {
+        let _within = first.enter();
+        let polled = call.as_mut().poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
+        assert!(polled.is_pending());
+    }
+    drop(first);
+    let result = second.block_on(call);
+    assert!(matches!(result, Err(RunError::Interrupted(_))), "{result:?}");
+    let record = second.block_on(store.record(&id)).unwrap();
+    assert!(matches!(record.state, State::InProgress), "nobody knows whether it took effect");
+}
+
+/// Replies are lost and calls refused at random, callers go away and come again: each key has one effect.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn under_noise_each_key_has_one_effect() {
+    let store = std::sync::Arc::new(Faulty::build(true, 1024));
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+    let mut noise = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        match state % 4 {
+            0 => Fault::LoseReply,
+            1 => Fault::Refuse(ErrorKind::Unavailable),
+            _ => Fault::None,
+        }
+    };
+    for operation in [Operation::Reserve, Operation::Complete] {
+        let faults: Vec<_> = (0..2000).map(|_| noise()).collect();
+        store.inject(operation, &faults, Fault::None);
+    }
+    // The store's clock stands still: no lease ends, whatever the noise.
+    let executor = Executor::builder(store.clone()).waiting(Waiting::UpTo(Duration::from_millis(500))).build().unwrap();
+    let keys = 40;
+    let effects: Vec<Effects> = (0..keys).map(|_| Effects::default()).collect();
+    let mut callers = JoinSet::new();
+    for caller in 0..keys * 8 {
+        let (executor, effects) = (executor.clone(), effects[caller % keys].clone());
+        callers.spawn(async move {
+            let id = key(&format!("noise-{}", caller % keys));
+            for repeat in 0..3 {
+                let effects = effects.clone();
+                let operation = move |_| async move {
+                    effects.happen();
+                    tokio::task::yield_now().await;
+                    Ok::<_, Infallible>(caller % keys)
+                };
+                let call = executor.run(&id, None, operation);
+                if (caller + repeat) % 5 == 0 {
+                    drop(tokio::time::timeout(Duration::from_millis(1), call).await);
+                    continue;
+                }
+                match call.await {
+                    Ok(executed) => assert_eq!(executed.value, caller % keys),
+                    Err(RunError::InProgress { .. } | RunError::Store(_)) => {}
+                    Err(other) => panic!("{other:?}"),
+                }
+            }
+        });
+    }
+    while let Some(caller) = callers.join_next().await {
+        caller.unwrap();
+    }
+    executor.drain().await;
+    let counts: Vec<usize> = effects.iter().map(Effects::count).collect();
+    assert!(counts.iter().all(|count| *count <= 1), "{counts:?}");
+    let ran = counts.iter().sum::<usize>();
+    assert!(ran > keys / 2, "{ran} of {keys} keys were run at all");
 }

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use idem_core::executor::{Attempt, Executor, RunError};
-use idem_core::{ErrorKind, KeyStore, Operation, Reservation, Reserve, State};
+use idem_core::{ErrorKind, Failure, KeyStore, Operation, Outcome, Reservation, Reserve, State};
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -109,7 +109,7 @@ async fn a_take_over_is_told_to_the_operation_and_its_result_does_not_overwrite(
     let Err(RunError::Unrecorded { result: Ok(value), attempt: 1, source }) = first else { panic!("{first:?}") };
     assert_eq!((value.as_str(), source.kind()), ("first", ErrorKind::LeaseLost));
     let State::Completed(outcome) = store.record(&key("k")).await.unwrap().state else { panic!() };
-    assert_eq!(outcome, idem_core::Outcome::new(0, "\"second 2\""));
+    assert_eq!(outcome, Outcome::new(0, "\"second 2\""));
 }
 
 /// No renewal gets through: the loss is told at the lease's end, counted here, not a moment later.
@@ -231,7 +231,6 @@ async fn a_slow_reserve_is_renewed_before_the_operation() {
     assert_eq!(effects.count(), 0);
 }
 
-/// An attempt that somebody failed by its record before it began is begun anew under another token.
 #[tokio::test(start_paused = true)]
 async fn numbers_grow_with_every_attempt() {
     let store = Faulty::new();
@@ -249,4 +248,35 @@ async fn numbers_grow_with_every_attempt() {
             assert_eq!((error, attempt), (number.to_string(), number));
         }
     }
+}
+
+/// Somebody fails an attempt by its record before its holder knows that it holds: it begins anew under another token.
+#[tokio::test(start_paused = true)]
+async fn an_attempt_that_was_failed_before_it_began_begins_anew() {
+    let store = Faulty::new();
+    store.inject(Operation::Reserve, &[Fault::LoseReply], Fault::None);
+    let runner = executor(&store);
+    let operation = |attempt: Attempt| async move { Ok::<_, Infallible>(attempt.number()) };
+    let running = tokio::spawn(async move { runner.run(&key("k"), None, operation).await });
+    settle().await;
+    let record = store.record(&key("k")).await.unwrap();
+    store.store.fail(&record.lease(), &Failure::default()).await.unwrap();
+    assert_eq!(running.await.unwrap().unwrap().value, 2);
+    assert_eq!(store.calls(Operation::Reserve), 3);
+}
+
+/// Somebody completes a running attempt by its record: what they wrote stands, and the operation's result is returned.
+#[tokio::test(start_paused = true)]
+async fn a_result_does_not_overwrite_what_a_reconciler_wrote() {
+    let store = Faulty::new();
+    let writer = store.clone();
+    let operation = |attempt: Attempt| async move {
+        writer.store.complete(attempt.lease(), &Outcome::new(0, "1")).await.unwrap();
+        Ok::<_, Infallible>(2)
+    };
+    let result = executor(&store).run(&key("k"), None, operation).await;
+    let Err(RunError::Unrecorded { result: Ok(2), source, .. }) = result else { panic!("{result:?}") };
+    assert_eq!(source.kind(), ErrorKind::AlreadyCompleted);
+    let replay = executor(&store).run(&key("k"), None, |_| async { Ok::<_, Infallible>(3) }).await.unwrap();
+    assert_eq!((replay.value, replay.replayed), (1, true));
 }

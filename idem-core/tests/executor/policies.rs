@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use idem_core::executor::{Attempt, Executor, OnError, OnPanic, Reconciliation, Recovery, RunError};
+use idem_core::executor::{Attempt, Executor, OnError, OnPanic, Reconcile, Reconciliation, Recovery, RunError};
 use idem_core::{ErrorKind, Failure, KeyStore, Lease, Operation, Origin, Outcome, Reservation, Reserve, State};
 use serde::{Deserialize, Serialize};
 
@@ -246,8 +246,14 @@ async fn reconciled_as_unknown_runs_nothing_and_asks_again_after_the_lease() {
 async fn a_hook_that_panics_does_not_know() {
     let store = Faulty::new();
     abandon(&store, "k").await;
-    let hook = |_: Lease| async { panic!("no connection to the provider") };
-    let executor = Executor::builder(store.clone()).on_abandoned(Recovery::reconcile(hook)).build().unwrap();
+    struct Broken;
+    #[async_trait::async_trait]
+    impl Reconcile for Broken {
+        async fn reconcile(&self, _: &Lease) -> Reconciliation {
+            panic!("no connection to the provider")
+        }
+    }
+    let executor = Executor::builder(store.clone()).on_abandoned(Recovery::reconcile(Broken)).build().unwrap();
     let result = executor.run(&key("k"), None, |_| async { Ok::<u32, String>(0) }).await;
     assert!(matches!(result, Err(RunError::OutcomeUnknown { attempt: 2 })), "{result:?}");
     assert!(matches!(store.record(&key("k")).await.unwrap().state, State::InProgress));
