@@ -280,3 +280,56 @@ async fn a_result_does_not_overwrite_what_a_reconciler_wrote() {
     let replay = executor(&store).run(&key("k"), None, |_| async { Ok::<_, Infallible>(3) }).await.unwrap();
     assert_eq!((replay.value, replay.replayed), (1, true));
 }
+
+/// The shortest and the longest lease that are allowed work.
+#[tokio::test]
+async fn the_limits_of_a_lease_work() {
+    use idem_core::limits::{MAX_LEASE, MIN_DURATION};
+    for lease in [MIN_DURATION, MAX_LEASE] {
+        let store = idem_core::MemoryStore::new();
+        let executor = Executor::builder(store).lease(lease).retention(MAX_LEASE).build().unwrap();
+        for replayed in [false, true] {
+            let executed = executor.run(&key("k"), None, |_| async { Ok::<_, Infallible>(7) }).await.unwrap();
+            assert_eq!((executed.value, executed.replayed), (7, replayed));
+        }
+    }
+}
+
+/// A call that never answers is given up after ten seconds, however long the lease.
+#[tokio::test(start_paused = true)]
+async fn a_call_that_hangs_is_sent_again_soon() {
+    let store = Faulty::new();
+    let executor = Executor::builder(store.clone()).lease(Duration::from_secs(3600)).build().unwrap();
+    store.inject(Operation::Reserve, &[Fault::Hang], Fault::None);
+    store.inject(Operation::Complete, &[Fault::Hang], Fault::None);
+    let begun = Instant::now();
+    executor.run(&key("k"), None, |_| async { Ok::<_, Infallible>(7) }).await.unwrap();
+    assert_eq!(begun.elapsed().as_secs(), 20);
+}
+
+/// What a waiting caller once sent without an answer may still arrive: the lease is counted from before the look that
+/// was answered last, not from the one that got the key.
+#[tokio::test(start_paused = true)]
+async fn a_lease_got_by_waiting_counts_from_the_last_answer() {
+    let store = Faulty::new();
+    let Reservation::Acquired(holder) = store.store.reserve(&Reserve::new(key("k"))).await.unwrap() else { panic!() };
+    store.inject(Operation::Reserve, &[Fault::Refuse(ErrorKind::Timeout)], Fault::None);
+    let lease = Duration::from_secs(30);
+    let executor = Executor::builder(store.clone())
+        .lease(lease)
+        .waiting(idem_core::executor::Waiting::UpTo(Duration::from_secs(600)))
+        .build()
+        .unwrap();
+    let operation = |attempt: Attempt| async move {
+        let begun = Instant::now();
+        attempt.lease_lost().await;
+        Ok::<_, Infallible>(begun.elapsed().as_millis() as u64)
+    };
+    let running = tokio::spawn(async move { executor.run(&key("k"), None, operation).await });
+    // The looks are about a second apart by now.
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    store.inject(Operation::Renew, &[], Fault::Refuse(ErrorKind::Unavailable));
+    store.store.fail(&holder, &Failure::default()).await.unwrap();
+    let lasted = running.await.unwrap().unwrap().value;
+    assert!((28_900..29_600).contains(&lasted), "{lasted} ms");
+}
