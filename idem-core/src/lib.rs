@@ -7,6 +7,7 @@ pub mod executor;
 pub mod limits;
 pub mod store;
 
+mod cached;
 mod error;
 mod fingerprint;
 mod key;
@@ -16,6 +17,7 @@ mod record;
 mod request;
 mod token;
 
+pub use cached::{Cached, CachedBuilder};
 pub use error::{ErrorClass, ErrorKind, Operation, StoreError};
 pub use executor::{Executor, RunError};
 pub use fingerprint::{Fingerprint, FingerprintBuilder};
