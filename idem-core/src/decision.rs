@@ -39,6 +39,7 @@ pub enum Decision {
 ///
 /// The record must be the one that the following write replaces: read and write are one step, or the answer is wrong.
 #[must_use]
+#[inline]
 pub fn decide(record: Option<&Record>, request: &Reserve, now: SystemTime) -> Decision {
     let Some(record) = record.filter(|record| !record.is_expired(now)) else {
         return acquire(request, 1, Origin::Fresh, None, now);
@@ -50,7 +51,7 @@ pub fn decide(record: Option<&Record>, request: &Reserve, now: SystemTime) -> De
     }
     let next = record.attempt.saturating_add(1);
     match &record.state {
-        State::Completed(_) => Decision::Answer(Reservation::Completed(record.read(now))),
+        State::Completed(_) => Decision::Answer(Reservation::Completed(record.read_as(&request.key, now))),
         State::Failed(_) if record.token == request.token => Decision::LeaseLost,
         State::Failed(_) => acquire(request, next, Origin::Retry, Some(record), now),
         State::InProgress if record.token == request.token => Decision::Answer(Reservation::Acquired(record.lease())),
@@ -65,7 +66,7 @@ pub fn decide(record: Option<&Record>, request: &Reserve, now: SystemTime) -> De
                     PreviousAttempt { token: record.token, attempt: record.attempt, started_at: record.started_at };
                 acquire(request, next, Origin::Takeover(previous), Some(record), now)
             }
-            OnAbandoned::Refuse => Decision::Answer(Reservation::Abandoned(record.read(now))),
+            OnAbandoned::Refuse => Decision::Answer(Reservation::Abandoned(record.read_as(&request.key, now))),
         },
     }
 }

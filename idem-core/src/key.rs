@@ -89,13 +89,14 @@ impl Key {
 
     /// Both parts have been checked: the scope's length fits a byte.
     fn join(scope: &str, id: &str) -> Self {
-        let text = if scope.is_empty() {
-            id.into()
-        } else {
-            let mut text = String::with_capacity(scope.len() + id.len());
-            text.push_str(scope);
-            text.push_str(id);
-            text.into()
+        // Joined on the stack, so that the key is the only allocation.
+        let mut joined = [0; MAX_SCOPE_BYTES + MAX_KEY_ID_BYTES];
+        let (before, behind) = joined.split_at_mut(scope.len());
+        before.copy_from_slice(scope.as_bytes());
+        behind[..id.len()].copy_from_slice(id.as_bytes());
+        let text = match str::from_utf8(&joined[..scope.len() + id.len()]) {
+            Ok(text) => text.into(),
+            Err(_) => [scope, id].concat().into(),
         };
         Self { text, scope_bytes: scope.len() as u8 }
     }

@@ -129,7 +129,8 @@ pub enum InvalidInput {
 
 /// Refuses control characters and the characters that change the direction of text (Unicode's `Bidi_Control`).
 pub(crate) fn check_text(field: &'static str, text: &str) -> Result<(), InvalidInput> {
-    if text.bytes().all(|byte| matches!(byte, b' '..=b'~')) {
+    // The common case, without an early exit, so that it is done many bytes at a time.
+    if text.bytes().fold(true, |plain, byte| plain & matches!(byte, b' '..=b'~')) {
         return Ok(());
     }
     let forbidden = |character: char| {

@@ -28,7 +28,7 @@ pub struct Record {
     pub token: Token,
     /// How that attempt came to hold the key.
     pub origin: Origin,
-    /// The retention that the latest acquire asked for.
+    /// The retention that the latest acquire, complete or fail asked for.
     pub retention: Duration,
     /// When the key was first reserved.
     pub created_at: SystemTime,
@@ -107,6 +107,13 @@ impl Record {
     /// This record as it stands at that time of the store's clock.
     #[must_use]
     pub fn read(&self, now: SystemTime) -> Self {
-        Self { read_at: now, ..self.clone() }
+        self.read_as(&self.key, now)
+    }
+
+    /// As [`read`](Self::read), with the caller's own copy of the key: a replay then leaves the reference count of the
+    /// stored one alone, which is likely in another processor's cache.
+    #[inline]
+    pub(crate) fn read_as(&self, key: &Key, now: SystemTime) -> Self {
+        Self { key: key.clone(), state: self.state.clone(), read_at: now, ..*self }
     }
 }
