@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use idem_core::clock::ManualClock;
-use idem_core::{KeyStore, MemoryStore};
+use idem_core::{Cached, KeyStore, MemoryStore};
 use idem_testkit::{Abilities, Fixture, Harness, HarnessError, Noisy, Time};
 
 /// The in-memory store, with a clock that moves only when told to.
@@ -15,6 +15,9 @@ pub(crate) struct Memory;
 
 /// The in-memory store behind a bad network.
 pub(crate) struct NoisyMemory;
+
+/// The near-cache in front of the in-memory store, both by one clock.
+pub(crate) struct CachedMemory;
 
 struct Clocked {
     store: Arc<dyn KeyStore>,
@@ -69,5 +72,22 @@ impl Harness for NoisyMemory {
         static SEED: AtomicU64 = AtomicU64::new(0);
         let seed = SEED.fetch_add(1, Ordering::Relaxed);
         Ok(Box::new(Clocked { store: Arc::new(Noisy::new(store, seed)), clock }))
+    }
+}
+
+#[async_trait]
+impl Harness for CachedMemory {
+    fn name(&self) -> String {
+        "cached memory".to_owned()
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::default().with_time(Time::Manual)
+    }
+
+    async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
+        let (clock, store) = memory();
+        let store = Cached::builder(store).clock(clock.clone()).build();
+        Ok(Box::new(Clocked { store: Arc::new(store), clock }))
     }
 }
