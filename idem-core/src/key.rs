@@ -55,7 +55,8 @@ impl fmt::Display for Scope {
 
 /// An idempotency key: the name under which an operation takes effect once.
 ///
-/// Compared byte for byte: no case folding, no Unicode normalisation. Cheap to clone (one reference count).
+/// Compared byte for byte: no case folding, no Unicode normalisation. Cheap to make and to clone: up to 61 bytes of scope
+/// and id are held in place (a UUID and 25 bytes of scope), beyond that behind a reference count.
 ///
 /// ```
 /// use idem_core::Key;
@@ -66,11 +67,19 @@ impl fmt::Display for Scope {
 /// # Ok::<(), idem_core::InvalidInput>(())
 /// ```
 #[derive(Clone)]
-pub struct Key {
-    /// Scope and id, one after the other, so that a key is one allocation.
-    text: Arc<str>,
-    scope_bytes: u8,
+pub struct Key(Text);
+
+/// Scope and id, one after the other, and where the border is.
+///
+/// In place where it fits, so that a look-up follows one pointer less and repeats do not contend for a count.
+#[derive(Clone)]
+enum Text {
+    Inline { bytes: [u8; INLINE], len: u8, scope: u8 },
+    Shared { text: Arc<str>, scope: u8 },
 }
+
+/// As many bytes as make a key 64 bytes.
+const INLINE: usize = 61;
 
 impl Key {
     /// The key of that id in that scope.
@@ -89,40 +98,60 @@ impl Key {
 
     /// Both parts have been checked: the scope's length fits a byte.
     fn join(scope: &str, id: &str) -> Self {
-        // Joined on the stack, so that the key is the only allocation.
-        let mut joined = [0; MAX_SCOPE_BYTES + MAX_KEY_ID_BYTES];
-        let (before, behind) = joined.split_at_mut(scope.len());
-        before.copy_from_slice(scope.as_bytes());
-        behind[..id.len()].copy_from_slice(id.as_bytes());
-        let text = match str::from_utf8(&joined[..scope.len() + id.len()]) {
-            Ok(text) => text.into(),
-            Err(_) => [scope, id].concat().into(),
-        };
-        Self { text, scope_bytes: scope.len() as u8 }
+        let len = scope.len() + id.len();
+        let border = scope.len() as u8;
+        let mut bytes = [0; INLINE];
+        match bytes.get_mut(..len) {
+            Some(place) => {
+                let (before, behind) = place.split_at_mut(scope.len());
+                before.copy_from_slice(scope.as_bytes());
+                behind.copy_from_slice(id.as_bytes());
+                Self(Text::Inline { bytes, len: len as u8, scope: border })
+            }
+            None => Self(Text::Shared { text: [scope, id].concat().into(), scope: border }),
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        match &self.0 {
+            Text::Inline { bytes, len, .. } => &bytes[..usize::from(*len)],
+            Text::Shared { text, .. } => text.as_bytes(),
+        }
+    }
+
+    fn border(&self) -> usize {
+        match &self.0 {
+            Text::Inline { scope, .. } | Text::Shared { scope, .. } => usize::from(*scope),
+        }
     }
 
     /// The scope's name.
     #[must_use]
     pub fn scope(&self) -> &str {
-        &self.text[..usize::from(self.scope_bytes)]
+        text(&self.bytes()[..self.border()])
     }
 
     /// The id within the scope.
     #[must_use]
     pub fn id(&self) -> &str {
-        &self.text[usize::from(self.scope_bytes)..]
+        text(&self.bytes()[self.border()..])
     }
 
     /// Bytes of scope and id together.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.text.len()
+        self.bytes().len()
     }
+}
+
+/// What was text when the key was made.
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap_or_default()
 }
 
 impl PartialEq for Key {
     fn eq(&self, other: &Self) -> bool {
-        self.scope_bytes == other.scope_bytes && self.text == other.text
+        self.border() == other.border() && self.bytes() == other.bytes()
     }
 }
 
@@ -131,8 +160,8 @@ impl Eq for Key {}
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
         // One write for the text and one for the border: "ab" + "c" and "a" + "bc" are two keys.
-        state.write(self.text.as_bytes());
-        state.write_u8(self.scope_bytes);
+        state.write(self.bytes());
+        state.write_usize(self.border());
     }
 }
 
@@ -203,6 +232,19 @@ mod tests {
     fn the_border_between_scope_and_id_is_part_of_the_key() {
         assert_ne!(Key::new("ab", "c").unwrap(), Key::new("a", "bc").unwrap());
         assert_eq!(Scope::new("ab").unwrap().key("c").unwrap(), Key::new("ab", "c").unwrap());
+    }
+
+    #[test]
+    fn long_and_short_keys_behave_alike() {
+        assert_eq!(size_of::<Key>(), 64);
+        for len in 1..=255 {
+            let id = "k".repeat(len);
+            let (key, same) = (Key::new("scope", &id).unwrap(), Key::new("scope", &id).unwrap());
+            assert_eq!((key.scope(), key.id(), key.size()), ("scope", id.as_str(), 5 + len));
+            assert_eq!(key, same.clone());
+            assert_ne!(key, Key::new("scop", &format!("e{id}")).unwrap_or_else(|_| Key::new("", "x").unwrap()));
+            assert!(key < Key::new("scope", &format!("{}l", &id[1..])).unwrap());
+        }
     }
 
     proptest! {

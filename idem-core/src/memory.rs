@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
+use std::num::NonZeroUsize;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
@@ -21,8 +22,9 @@ use crate::record::Record;
 use crate::request::{Lease, PurgeBudget, Purged, Reservation, Reserve};
 use crate::store::{Capabilities, KeyStore};
 
-/// The number of shards, a power of two: enough that two callers seldom meet and that a shard is small.
-const SHARDS: usize = 1024;
+/// The number of shards for each processor: enough that two callers seldom meet and that a shard is small, and few
+/// enough that their locks stay in its cache.
+const SHARDS_PER_PROCESSOR: usize = 128;
 /// The most slots that a caller looks through, under one shard's lock, to make room for a new record.
 const SWEEP: usize = 64;
 /// The most slots that a purge looks through for each record that it may remove.
@@ -102,7 +104,7 @@ impl MemoryStoreBuilder {
     #[must_use]
     pub fn build(self) -> MemoryStore {
         MemoryStore {
-            shards: (0..SHARDS).map(|_| Padded::default()).collect(),
+            shards: (0..shards()).map(|_| Padded::default()).collect(),
             hasher: RandomState::new(),
             clock: self.clock,
             records: Padded::default(),
@@ -137,6 +139,12 @@ impl Default for Shard {
     fn default() -> Self {
         Self { table: HashTable::new(), earliest: far(), cursor: 0, seen: far() }
     }
+}
+
+/// A power of two.
+fn shards() -> usize {
+    let processors = std::thread::available_parallelism().map_or(8, NonZeroUsize::get);
+    (processors * SHARDS_PER_PROCESSOR).next_power_of_two().clamp(256, 8192)
 }
 
 /// Later than any expiry.
@@ -227,7 +235,7 @@ impl MemoryStore {
     fn locate(&self, key: &Key) -> (u64, MutexGuard<'_, Shard>) {
         let hash = self.hasher.hash_one(key);
         // The table itself uses the hash's lowest and highest bits.
-        let shard = (hash >> 32) as usize % SHARDS;
+        let shard = (hash >> 32) as usize & (self.shards.len() - 1);
         (hash, lock(&self.shards[shard].0))
     }
 

@@ -16,7 +16,8 @@ impl Token {
     /// A process that forks after its first token must not go on in both halves: they would draw the same tokens.
     #[must_use]
     pub fn random() -> Self {
-        Self(rand::random())
+        // Drawn as a whole: byte by byte, the generator is asked sixteen times.
+        Self(rand::random::<u128>().to_le_bytes())
     }
 
     /// A token from stored bytes.
