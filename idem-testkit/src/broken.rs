@@ -1,8 +1,8 @@
 //! Stores that are wrong on purpose, each in one way. The cases must catch them, or they prove nothing.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime};
 
@@ -55,6 +55,14 @@ faults! {
     DuplicateIsError => "r02_a_duplicate_is_an_answer_and_never_an_error";
     /// A result is given away once, and then forgotten.
     ReplaysOnce => "r02_every_caller_of_a_completed_key_gets_the_outcome";
+    /// A batch takes a request that is in it twice for two rivals.
+    BatchNotSelfRecognising => "r04_a_request_twice_in_a_batch_is_one_attempt";
+    /// A takeover in a batch looks like a fresh run.
+    BatchTakeoverLooksFresh => "r05_a_batch_takes_over_as_a_single_reserve_does";
+    /// The last outcome for a key in a batch replaces the ones before, and all are told that they were stored.
+    BatchLastOutcomeWins => "r07_a_key_twice_in_a_batch_of_completes_gets_one_outcome";
+    /// A batch takes expired records for live ones.
+    BatchSeesExpired => "r09_expired_records_are_absent_for_a_batch";
     /// Answers of a batch are in another order than its requests.
     BatchOutOfOrder => "r02_a_batch_of_reserves_answers_each_on_its_own";
     /// The fingerprint is compared once the record is completed, not before.
@@ -85,6 +93,8 @@ faults! {
     FailNotRepeatable => "r04_a_repeated_fail_changes_nothing";
     /// A late reserve of a failed attempt gets the key once more, under the same token.
     LateReserveRevives => "r04_a_late_reserve_of_a_failed_attempt_is_refused";
+    /// A token that held the key before a takeover is taken for the holder's.
+    OldTokenRecognised => "r04_a_late_reserve_of_an_attempt_that_was_taken_over_is_a_rival";
     /// A late reserve of a completed attempt gets the key once more.
     CompletedReserveRevives => "r04_a_late_reserve_of_a_completed_attempt_is_a_replay";
     /// The lease is written in seconds and compared in milliseconds: it does not end.
@@ -163,16 +173,30 @@ faults! {
     KeyCut => "r12_keys_of_every_allowed_form_are_keys_of_their_own";
     /// An outcome over the limit is cut instead of refused.
     OverLimitCut => "r12_an_outcome_over_the_limit_is_refused_and_the_key_still_held";
+    /// Failure notes are cut at 1,000 bytes.
+    NoteCut => "r12_the_longest_note_and_the_most_header_lines_are_kept";
+    /// Header lines are not checked.
+    HeadersUnchecked => "r12_an_outcome_over_the_limit_is_refused_and_the_key_still_held";
     /// Durations are not checked.
     DurationsUnchecked => "r12_leases_and_retentions_beyond_the_limits_are_refused";
     /// One bad call fails its whole batch.
     BatchFailsTogether => "r12_one_bad_call_in_a_batch_does_not_touch_its_neighbours";
     /// An error of the backend is taken for an absent record.
     ErrorAsAbsent => "r13_trouble_is_never_taken_for_an_absent_record";
+    /// Trouble that passes is called permanent.
+    TroubleIsPermanent => "r13_trouble_is_never_taken_for_an_absent_record";
+    /// A reply that was lost is told as a call that had no effect.
+    LostReplyIsRetryable => "r13_a_retryable_error_means_that_nothing_happened";
+    /// What cannot be read is taken for an absent record.
+    UnreadableAsAbsent => "r13_what_cannot_be_read_is_an_error_of_every_call";
+    /// A purge removes what cannot be read.
+    PurgesUnreadable => "r13_what_cannot_be_read_is_an_error_of_every_call";
     /// Acknowledges before it has written; trouble loses it.
     AcknowledgesEarly => "r13_what_was_acknowledged_survives_trouble";
     /// A reserve dropped half-way leaves a record that nobody holds.
     TwoSteps => "r14_a_dropped_call_is_done_or_not_done";
+    /// Calls that are under way together are sent by the first of them, and wait for ever when it is dropped.
+    DroppedLeaderStrands => "r14_a_dropped_call_does_not_hold_its_neighbours_up";
     /// A dropped call does not give its connection back.
     LeaksConnections => "r14_dropped_calls_leak_nothing";
     /// A purge removes records whose lease is over.
@@ -203,7 +227,7 @@ impl Harness for Broken {
     }
 
     fn abilities(&self) -> Abilities {
-        Abilities::default().with_time(Time::Manual).with_reopen().with_disturb()
+        Abilities::default().with_time(Time::Manual).with_reopen().with_disturb().with_garble()
     }
 
     async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
@@ -246,6 +270,11 @@ impl Fixture for Clocked {
         self.store.trouble.store(12, Ordering::SeqCst);
         Ok(())
     }
+
+    async fn garble(&self, key: &Key) -> Result<(), HarnessError> {
+        self.store.garbled().insert(key.clone());
+        Ok(())
+    }
 }
 
 /// A correct store over a map, and one fault.
@@ -255,7 +284,11 @@ struct BrokenStore {
     records: Mutex<HashMap<Key, Record>>,
     /// When records expire, as of their acquire, for the fault that goes by it.
     index: Mutex<Vec<(SystemTime, Key)>>,
+    /// Keys whose record cannot be read.
+    garbled: Mutex<HashSet<Key>>,
     connections: Semaphore,
+    /// Whether a call sends for others, for the fault that has it so.
+    leading: AtomicBool,
     /// Calls that will meet trouble.
     trouble: AtomicU32,
 }
@@ -273,6 +306,8 @@ impl BrokenStore {
             clock,
             records: Mutex::default(),
             index: Mutex::default(),
+            garbled: Mutex::default(),
+            leading: AtomicBool::new(false),
             connections: Semaphore::new(8),
             trouble: AtomicU32::new(0),
         }
@@ -290,10 +325,30 @@ impl BrokenStore {
         if self.has(Fault::ClientClock) { SystemTime::now() } else { self.clock.now() }
     }
 
+    fn garbled(&self) -> MutexGuard<'_, HashSet<Key>> {
+        self.garbled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether the record of that key can be read.
+    fn readable(&self, key: &Key, operation: Operation) -> Result<(), StoreError> {
+        if !self.garbled().contains(key) {
+            return Ok(());
+        }
+        if self.has(Fault::UnreadableAsAbsent) {
+            self.garbled().remove(key);
+            self.records().remove(key);
+            return Ok(());
+        }
+        Err(error(ErrorKind::Unreadable, operation))
+    }
+
     /// Meets trouble, if there is some.
     fn trouble(&self, operation: Operation) -> Result<(), StoreError> {
         let one_less = |left: u32| left.checked_sub(1);
         match self.trouble.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less) {
+            Ok(_) if self.has(Fault::TroubleIsPermanent) => {
+                Err(error(ErrorKind::Unavailable, operation).with_class(ErrorClass::Permanent))
+            }
             Ok(_) => Err(error(ErrorKind::Unavailable, operation).with_class(ErrorClass::Retryable)),
             Err(_) => Ok(()),
         }
@@ -313,6 +368,15 @@ impl BrokenStore {
         }
     }
 
+    /// Waits for the call that sends for all, or is that call.
+    async fn lead(&self) {
+        while self.leading.swap(true, Ordering::SeqCst) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        tokio::task::yield_now().await;
+        self.leading.store(false, Ordering::SeqCst);
+    }
+
     /// Where the record of that key is.
     fn at(&self, key: &Key) -> Key {
         let (scope, id) = (key.scope(), key.id());
@@ -330,6 +394,11 @@ impl BrokenStore {
     fn invalid(&self, operation: Operation, checked: Result<(), InvalidInput>) -> Result<(), StoreError> {
         match checked {
             Err(InvalidInput::OutcomeTooLarge { .. }) if self.has(Fault::OverLimitCut) => Ok(()),
+            Err(InvalidInput::TooManyHeaders { .. } | InvalidInput::HeaderNameLength { .. })
+                if self.has(Fault::HeadersUnchecked) =>
+            {
+                Ok(())
+            }
             Err(
                 InvalidInput::LeaseTooShort { .. }
                 | InvalidInput::LeaseTooLong { .. }
@@ -360,6 +429,12 @@ impl BrokenStore {
             }
             (Some(Fault::SelfByFingerprint), Some(record)) if record.fingerprint == request.fingerprint => {
                 request.token = record.token;
+            }
+            (Some(Fault::OldTokenRecognised), Some(record))
+                if record.state == State::InProgress
+                    && matches!(record.origin, Origin::Takeover(previous) if previous.token == request.token) =>
+            {
+                return Decision::Answer(Reservation::Acquired(record.lease()));
             }
             (Some(Fault::CompletedReserveRevives), Some(record))
                 if record.token == request.token && record.outcome().is_some() =>
@@ -518,6 +593,7 @@ impl BrokenStore {
         call: impl FnOnce(Option<&mut Record>, &Lease, SystemTime) -> Result<Change, decision::Refusal>,
     ) -> Result<(), StoreError> {
         self.trouble(operation)?;
+        self.readable(&lease.key, operation)?;
         let (mut now, at) = (self.now(), self.at(&lease.key));
         let mut records = self.records();
         let record = records.get_mut(&at);
@@ -559,14 +635,22 @@ impl KeyStore for BrokenStore {
     async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         self.invalid(Operation::Reserve, request.validate(MAX_RETENTION))?;
         self.connection().await;
+        if self.has(Fault::DroppedLeaderStrands) {
+            self.lead().await;
+        }
         let takes_over = || self.records().get(&self.at(&request.key)).is_some();
         match (self.fault, self.trouble(Operation::Reserve)) {
             (Some(Fault::ErrorAsAbsent), Err(_)) => {
                 let lease = Lease::new(request.key.clone(), request.token, 1, Origin::Fresh, request.retention);
                 return Ok(Reservation::Acquired(lease));
             }
+            (Some(Fault::LostReplyIsRetryable), trouble) => {
+                let answer = self.reserve_now(&mut self.records(), request)?;
+                return trouble.map(|()| answer);
+            }
             (_, trouble) => trouble?,
         }
+        self.readable(&request.key, Operation::Reserve)?;
         match self.fault {
             Some(Fault::CheckThenWrite) => self.reserve_later(request).await,
             Some(Fault::TakeoverNotAtomic) if takes_over() => self.reserve_later(request).await,
@@ -626,6 +710,8 @@ impl KeyStore for BrokenStore {
         self.connection().await;
         let mut delete = false;
         self.change(lease, Operation::Fail, Fault::FailNotFenced, |record, lease, now| {
+            let cut = Failure::truncated(&failure.note()[..failure.note().floor_char_boundary(1_000)]);
+            let failure = if self.has(Fault::NoteCut) { &cut } else { failure };
             let Some(record) = record else { return decision::fail(None, lease, failure, now) };
             let before = record.clone();
             if self.has(Fault::FailNotRepeatable) && matches!(record.state, State::Failed(_)) {
@@ -670,6 +756,7 @@ impl KeyStore for BrokenStore {
             (Some(Fault::ErrorAsAbsent), Err(_)) => return Ok(None),
             (_, trouble) => trouble?,
         }
+        self.readable(key, Operation::Fetch)?;
         let now = self.now();
         let visible = |record: &&Record| self.has(Fault::ExpiredVisible) || !record.is_expired(now);
         Ok(self.records().get(&self.at(key)).filter(visible).map(|record| record.read(now)))
@@ -677,6 +764,11 @@ impl KeyStore for BrokenStore {
 
     async fn purge_expired(&self, budget: PurgeBudget) -> Result<Purged, StoreError> {
         self.trouble(Operation::Purge)?;
+        if self.has(Fault::PurgesUnreadable) {
+            for key in self.garbled().drain() {
+                self.records().remove(&key);
+            }
+        }
         let now = self.now();
         let mut records = self.records();
         let index = self.index.lock().unwrap_or_else(PoisonError::into_inner);
@@ -707,11 +799,45 @@ impl KeyStore for BrokenStore {
                 answers.push(self.reserve_now(&mut seen.clone(), request));
             }
         }
-        for request in &requests[answers.len()..] {
-            answers.push(self.reserve(request).await);
+        for (at, request) in requests.iter().enumerate().skip(answers.len()) {
+            let mut request = request.clone();
+            if self.has(Fault::BatchSeesExpired)
+                && let Some(record) = self.records().get_mut(&self.at(&request.key))
+            {
+                record.expires_at = record.expires_at.max(self.now() + request.retention);
+            }
+            if self.has(Fault::BatchNotSelfRecognising) && requests[..at].contains(&request) {
+                request.token = Token::random();
+            }
+            answers.push(match self.reserve(&request).await {
+                Ok(Reservation::Acquired(lease)) if self.has(Fault::BatchTakeoverLooksFresh) => {
+                    Ok(Reservation::Acquired(Lease::new(
+                        lease.key,
+                        lease.token,
+                        lease.attempt,
+                        Origin::Fresh,
+                        lease.retention,
+                    )))
+                }
+                answer => answer,
+            });
         }
         if self.has(Fault::BatchOutOfOrder) {
             answers.reverse();
+        }
+        answers
+    }
+
+    async fn complete_many(&self, calls: &[(Lease, Outcome)]) -> Vec<Result<(), StoreError>> {
+        let mut answers = Vec::with_capacity(calls.len());
+        for (lease, outcome) in calls {
+            if self.has(Fault::BatchLastOutcomeWins)
+                && let Some(record) = self.records().get_mut(&self.at(&lease.key))
+                && record.token == lease.token
+            {
+                record.state = State::InProgress;
+            }
+            answers.push(self.complete(lease, outcome).await);
         }
         answers
     }

@@ -37,11 +37,12 @@ pub(crate) struct Needs {
     advance: bool,
     reopen: bool,
     disturb: bool,
+    garble: bool,
     once: bool,
 }
 
 impl Needs {
-    const NONE: Self = Self { advance: false, reopen: false, disturb: false, once: false };
+    const NONE: Self = Self { advance: false, reopen: false, disturb: false, garble: false, once: false };
 
     /// A clock that can be moved.
     const fn advance(self) -> Self {
@@ -54,6 +55,10 @@ impl Needs {
 
     const fn disturb(self) -> Self {
         Self { disturb: true, ..self }
+    }
+
+    const fn garble(self) -> Self {
+        Self { garble: true, ..self }
     }
 
     /// Nothing is gained by delivering its calls twice.
@@ -69,6 +74,8 @@ impl Needs {
             Some("reopen")
         } else if self.disturb && !abilities.disturb {
             Some("disturb")
+        } else if self.garble && !abilities.garble {
+            Some("garble")
         } else {
             None
         }

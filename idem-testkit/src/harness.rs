@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use idem_core::KeyStore;
+use idem_core::{Key, KeyStore};
 
 /// An error of the harness itself, not of the store under test.
 pub type HarnessError = Box<dyn Error + Send + Sync>;
@@ -62,6 +62,11 @@ pub trait Fixture: Send + Sync + 'static {
     async fn disturb(&self) -> Result<(), HarnessError> {
         Err("this fixture cannot disturb its store".into())
     }
+
+    /// Puts bytes that are no record in place of the key's record, behind the store's back, for [`Abilities::garble`].
+    async fn garble(&self, key: &Key) -> Result<(), HarnessError> {
+        Err(format!("this fixture cannot garble the record of {key:?}").into())
+    }
 }
 
 /// What a harness's fixtures can do.
@@ -74,6 +79,8 @@ pub struct Abilities {
     pub reopen: bool,
     /// Whether [`Fixture::disturb`] works.
     pub disturb: bool,
+    /// Whether [`Fixture::garble`] works.
+    pub garble: bool,
 }
 
 impl Abilities {
@@ -93,6 +100,12 @@ impl Abilities {
     #[must_use]
     pub fn with_disturb(self) -> Self {
         Self { disturb: true, ..self }
+    }
+
+    /// With a working [`Fixture::garble`].
+    #[must_use]
+    pub fn with_garble(self) -> Self {
+        Self { garble: true, ..self }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use idem_core::{ErrorKind, KeyStore, Outcome, Reservation, Reserve};
+use idem_core::{ErrorKind, Failure, KeyStore, Lease, Origin, Outcome, Reservation, Reserve};
 
 use super::cases;
 use crate::context::{Ctx, expect_error, prints, refusing, stranger};
@@ -13,6 +13,11 @@ cases! {
     R1 r01_a_key_twice_in_a_batch_is_acquired_once;
     R6 r06_a_batch_of_completes_is_fenced_each_on_its_own;
     R12 r12_one_bad_call_in_a_batch_does_not_touch_its_neighbours;
+    R3 r03_mismatch_within_a_batch;
+    R4 r04_a_request_twice_in_a_batch_is_one_attempt;
+    R5 r05_a_batch_takes_over_as_a_single_reserve_does;
+    R7 r07_a_key_twice_in_a_batch_of_completes_gets_one_outcome;
+    R9 r09_expired_records_are_absent_for_a_batch;
     R1 r01_batches_that_overlap_acquire_each_key_once [once];
 }
 
@@ -109,6 +114,91 @@ async fn r12_one_bad_call_in_a_batch_does_not_touch_its_neighbours(ctx: &Ctx) ->
     expect_error(bad, ErrorKind::InvalidInput, "a bad complete in a batch")?;
     ctx.refused(&keys[0]).await?;
     ctx.replay(&keys[2]).await?;
+    Ok(())
+}
+
+/// Two requests of one batch that differ: one of them has the key, and the other is told so.
+async fn r03_mismatch_within_a_batch(ctx: &Ctx) -> Verdict {
+    let (print, other) = prints();
+    let key = ctx.key("k")?;
+    let requests = [print, other].map(|print| ctx.request(&key).with_fingerprint(print));
+    let answers = ctx.store.reserve_many(&requests).await.into_iter().collect::<Result<Vec<_>, _>>()?;
+    let count = |wanted: fn(&Reservation) -> bool| answers.iter().filter(|answer| wanted(answer)).count();
+    // Not always the first of them: it may have to be sent again.
+    ensure!(
+        count(|answer| matches!(answer, Reservation::Acquired(_))) == 1
+            && count(|answer| *answer == Reservation::Mismatch) == 1,
+        "two fingerprints for one free key in one batch were answered {answers:?}"
+    );
+    Ok(())
+}
+
+async fn r04_a_request_twice_in_a_batch_is_one_attempt(ctx: &Ctx) -> Verdict {
+    let request = ctx.request(&ctx.key("k")?);
+    for answer in ctx.store.reserve_many(&[request.clone(), request.clone()]).await {
+        let lease = ensure_is!(answer?, Reservation::Acquired(lease) => lease, "a request that is twice in a batch");
+        ensure_eq!((lease.token, lease.attempt), (request.token, 1), "token and attempt of the lease");
+    }
+    Ok(())
+}
+
+async fn r05_a_batch_takes_over_as_a_single_reserve_does(ctx: &Ctx) -> Verdict {
+    let lost = ctx.abandoned(&ctx.key("gone")?).await?;
+    let requests = [ctx.request(&ctx.key("free")?), ctx.request(&lost.key)];
+    let mut answers = ctx.store.reserve_many(&requests).await;
+    let held =
+        ensure_is!(answers.pop(), Some(Ok(Reservation::Acquired(lease))) => lease, "an abandoned key in a batch");
+    let previous = ensure_is!(held.origin, Origin::Takeover(previous) => previous, "the origin of a takeover");
+    ensure_eq!((held.attempt, previous.attempt, previous.token), (2, 1, lost.token), "both attempts of a takeover");
+    let calls = [(lost, Outcome::new(200, "late")), (held.clone(), Outcome::new(200, "current"))];
+    let mut answers = ctx.store.complete_many(&calls).await;
+    ensure_is!(answers.pop(), Some(Ok(())) => (), "the holder's complete in a batch");
+    let late = ensure_is!(answers.pop(), Some(answer) => answer, "the answer to a late complete in a batch");
+    expect_error(late, ErrorKind::LeaseLost, "a complete after a takeover, in a batch")?;
+    ensure_eq!(ctx.replay(&held.key).await?.outcome(), Some(&Outcome::new(200, "current")), "the outcome");
+    Ok(())
+}
+
+async fn r07_a_key_twice_in_a_batch_of_completes_gets_one_outcome(ctx: &Ctx) -> Verdict {
+    let (same, other) = (ctx.acquire(&ctx.key("same")?).await?, ctx.acquire(&ctx.key("other")?).await?);
+    let outcomes = [Outcome::new(200, "first"), Outcome::new(200, "second")];
+    let calls = [
+        (same.clone(), outcomes[0].clone()),
+        (other.clone(), outcomes[0].clone()),
+        (same.clone(), outcomes[0].clone()),
+        (other.clone(), outcomes[1].clone()),
+    ];
+    let answers = ctx.store.complete_many(&calls).await;
+    let [once, first, again, second] =
+        <[_; 4]>::try_from(answers).map_err(|answers| Failed::Broken(format!("4 calls, {} answers", answers.len())))?;
+    once?;
+    again?;
+    // Not always the first of them: it may have to be sent again.
+    let (kept, refused) = if first.is_ok() { (&outcomes[0], second) } else { (&outcomes[1], first) };
+    expect_error(refused, ErrorKind::AlreadyCompleted, "another outcome for the same key in one batch")?;
+    ensure!(ctx.replay(&other.key).await?.outcome() == Some(kept), "the outcome kept is not the one that was accepted");
+    Ok(())
+}
+
+async fn r09_expired_records_are_absent_for_a_batch(ctx: &Ctx) -> Verdict {
+    let (held, done, failed) = (ctx.key("held")?, ctx.key("done")?, ctx.key("failed")?);
+    let (print, other) = prints();
+    let mut leases: Vec<Lease> = Vec::new();
+    for key in [&held, &done, &failed] {
+        leases.push(ctx.acquire_by(&ctx.request(key).with_fingerprint(print)).await?);
+    }
+    ctx.store.complete(&leases[1], &Outcome::new(200, "old")).await?;
+    ctx.store.fail(&leases[2], &Failure::default()).await?;
+    ctx.pass_until(ctx.now(), ctx.scale.retention).await?;
+    let calls: Vec<_> = leases.iter().map(|lease| (lease.clone(), Outcome::new(200, "old"))).collect();
+    for answer in ctx.store.complete_many(&calls).await {
+        expect_error(answer, ErrorKind::LeaseLost, "completing an expired record in a batch")?;
+    }
+    let requests = leases.iter().map(|lease| ctx.request(&lease.key).with_fingerprint(other)).collect::<Vec<_>>();
+    for answer in ctx.store.reserve_many(&requests).await {
+        let lease = ensure_is!(answer?, Reservation::Acquired(lease) => lease, "an expired record in a batch");
+        ensure_eq!((lease.attempt, lease.origin), (1, Origin::Fresh), "the attempt after the record expired");
+    }
     Ok(())
 }
 

@@ -2,8 +2,10 @@
 
 use std::time::Duration;
 
-use idem_core::limits::{MAX_LEASE, MAX_RETENTION, MIN_DURATION};
-use idem_core::{ErrorKind, Key, KeyStore, Outcome, Reserve};
+use idem_core::limits::{
+    MAX_FAILURE_BYTES, MAX_HEADER_NAME_BYTES, MAX_HEADERS, MAX_LEASE, MAX_RETENTION, MIN_DURATION,
+};
+use idem_core::{ErrorKind, Key, KeyStore, Outcome, Reserve, State};
 
 use super::cases;
 use crate::context::{Ctx, expect_error};
@@ -15,6 +17,7 @@ cases! {
     R12 r12_an_outcome_over_the_limit_is_refused_and_the_key_still_held;
     R12 r12_leases_and_retentions_beyond_the_limits_are_refused;
     R12 r12_the_longest_lease_and_retention_are_accepted;
+    R12 r12_the_longest_note_and_the_most_header_lines_are_kept;
     R12 r12_a_renewal_beyond_the_limits_is_refused;
     R16 r16_the_same_id_in_two_scopes_is_two_keys;
     R16 r16_the_border_between_scope_and_id_cannot_be_moved;
@@ -70,6 +73,32 @@ async fn r12_keys_of_every_allowed_form_are_keys_of_their_own(ctx: &Ctx) -> Verd
     distinct(ctx, &keys).await
 }
 
+/// An outcome with so many header lines.
+fn with_lines(count: usize) -> Outcome {
+    (0..count).fold(Outcome::new(200, ""), |outcome, at| outcome.with_header("n", (at % 10).to_string()))
+}
+
+async fn r12_the_longest_note_and_the_most_header_lines_are_kept(ctx: &Ctx) -> Verdict {
+    let failed = ctx.acquire(&ctx.key("failed")?).await?;
+    // Of two bytes each: a field that counts characters would take more of them, and one of 255 bytes less.
+    let longest = crate::context::note(&"é".repeat(MAX_FAILURE_BYTES / 2))?;
+    ctx.store.fail(&failed, &longest).await?;
+    ensure!(ctx.record(&failed.key).await?.state == State::Failed(longest), "the longest note came back otherwise");
+
+    let limit = ctx.store.capabilities().max_outcome_bytes;
+    let name = Outcome::new(200, "").with_header("n".repeat(MAX_HEADER_NAME_BYTES), "the longest name");
+    let outcomes = [name, with_lines(MAX_HEADERS)];
+    for (at, outcome) in outcomes.iter().enumerate().filter(|(_, outcome)| outcome.size() <= limit) {
+        let key = ctx.key(&format!("lines-{at}"))?;
+        ctx.completed(&key, outcome).await?;
+        ensure!(
+            ctx.replay(&key).await?.outcome() == Some(outcome),
+            "the header lines at their limits came back otherwise"
+        );
+    }
+    Ok(())
+}
+
 async fn r12_an_outcome_of_exactly_the_limit_is_stored(ctx: &Ctx) -> Verdict {
     let limit = ctx.store.capabilities().max_outcome_bytes;
     let key = ctx.key("k")?;
@@ -88,6 +117,8 @@ async fn r12_an_outcome_over_the_limit_is_refused_and_the_key_still_held(ctx: &C
         Outcome::new(200, vec![b'x'; limit + 1]),
         Outcome::new(200, vec![b'x'; limit - 9]).with_header("name", "value!"),
         Outcome::new(200, "").with_header("", "nameless"),
+        Outcome::new(200, "").with_header("n".repeat(MAX_HEADER_NAME_BYTES + 1), ""),
+        with_lines(MAX_HEADERS + 1),
     ] {
         expect_error(
             ctx.store.complete(&lease, &outcome).await,

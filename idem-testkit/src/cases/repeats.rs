@@ -8,7 +8,7 @@ use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 
 use super::cases;
-use crate::context::{Ctx, expect_error, note};
+use crate::context::{Ctx, expect_error, note, refusing};
 use crate::verdict::{Verdict, ensure, ensure_eq, ensure_is};
 
 cases! {
@@ -19,6 +19,7 @@ cases! {
     R4 r04_a_repeated_fail_changes_nothing [once];
     R4 r04_a_late_reserve_of_a_failed_attempt_is_refused [once];
     R4 r04_a_late_reserve_of_a_completed_attempt_is_a_replay [once];
+    R4 r04_a_late_reserve_of_an_attempt_that_was_taken_over_is_a_rival [once];
     R4 r04_many_deliveries_of_one_reserve_at_once_are_one_attempt [once];
 }
 
@@ -114,6 +115,24 @@ async fn r04_a_late_reserve_of_a_completed_attempt_is_a_replay(ctx: &Ctx) -> Ver
     let lease = ctx.acquire_by(&request).await?;
     ctx.store.complete(&lease, &Outcome::new(200, "done")).await?;
     ensure_is!(ctx.reserve(&request).await?, Reservation::Completed(_) => (), "a reserve that arrives after its attempt completed");
+    Ok(())
+}
+
+/// A token is known by the record alone: one that held the key once is as good as any other.
+async fn r04_a_late_reserve_of_an_attempt_that_was_taken_over_is_a_rival(ctx: &Ctx) -> Verdict {
+    let request = ctx.request(&ctx.key("k")?);
+    ctx.abandoned_by(&request).await?;
+    let began = ctx.now();
+    let held = ctx.acquire(&request.key).await?;
+    let before = ctx.record(&request.key).await?;
+    for late in [request.clone(), refusing(request.clone())] {
+        let answer = ctx.reserve(&late).await?;
+        ctx.in_time(began, ctx.scale.lease)?;
+        ensure_is!(answer, Reservation::InProgress { attempt: 2, .. } => (), "a reserve that arrives after its attempt was taken over");
+    }
+    ensure_eq!(timeless(&ctx.record(&request.key).await?), timeless(&before), "the record after a late reserve");
+    ctx.store.complete(&held, &Outcome::new(200, "the successor's")).await?;
+    ensure_is!(ctx.reserve(&request).await?, Reservation::Completed(_) => (), "a reserve that arrives after its successor completed");
     Ok(())
 }
 

@@ -2,21 +2,28 @@
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use idem_core::{ErrorClass, ErrorKind, KeyStore, Outcome, Reservation, State};
+use idem_core::{ErrorClass, ErrorKind, KeyStore, Outcome, PurgeBudget, Reservation, State, StoreError};
 use rand::RngExt;
+use tokio::sync::Barrier;
+use tokio::task::JoinSet;
 
 use super::cases;
-use crate::context::Ctx;
+use crate::context::{Ctx, expect_error, note};
 use crate::verdict::{Failed, Verdict, ensure, ensure_eq, ensure_is};
 
 cases! {
     R13 r13_trouble_is_never_taken_for_an_absent_record [disturb, once];
     R13 r13_what_was_acknowledged_survives_trouble [disturb, once];
+    R13 r13_a_retryable_error_means_that_nothing_happened [disturb, once];
+    R13 r13_what_cannot_be_read_is_an_error_of_every_call [garble];
     R13 r13_errors_of_input_are_permanent;
     R14 r14_a_dropped_call_is_done_or_not_done [once];
+    R14 r14_a_dropped_batch_is_done_or_not_done_key_by_key [once];
+    R14 r14_a_dropped_call_does_not_hold_its_neighbours_up [once];
     R14 r14_dropped_calls_leak_nothing [once];
 }
 
@@ -53,6 +60,11 @@ async fn r13_trouble_is_never_taken_for_an_absent_record(ctx: &Ctx) -> Verdict {
             store.reserve(&ctx.request(&held)).await,
         );
         ctx.log.add(&format!("in trouble: {answers:?}"));
+        for error in
+            [answers.0.as_ref().err(), answers.1.as_ref().err(), answers.2.as_ref().err()].into_iter().flatten()
+        {
+            ensure!(error.class() != ErrorClass::Permanent, "trouble passes, and a caller must not give up: {error:?}");
+        }
         calm = if answers.0.is_ok() && answers.1.is_ok() && answers.2.is_ok() && disturbed { calm + 1 } else { 0 };
         if let Ok(found) = answers.0 {
             ensure!(found.is_some(), "a completed record was not found while the store was in trouble");
@@ -85,6 +97,64 @@ async fn r13_what_was_acknowledged_survives_trouble(ctx: &Ctx) -> Verdict {
         ensure!(ctx.replay(key).await?.outcome() == Some(outcome), "{key:?} lost its outcome");
     }
     Ok(())
+}
+
+/// Reserves keys while the store is in trouble: where it says that nothing has happened, nothing must have.
+async fn r13_a_retryable_error_means_that_nothing_happened(ctx: &Ctx) -> Verdict {
+    let store = ctx.fixture.store();
+    let mut unharmed = Vec::new();
+    for round in 0..3 {
+        let (disturbed, answers) = tokio::join!(ctx.fixture.disturb(), async {
+            let mut answers = Vec::new();
+            for at in 0..20 {
+                let request = ctx.key(&format!("{round}-{at}")).map(|key| ctx.request(&key))?;
+                let answer = store.reserve(&request).await;
+                ctx.log.add(&format!("in trouble: {answer:?}"));
+                answers.push((request.key, answer));
+                tokio::task::yield_now().await;
+            }
+            Ok::<_, Failed>(answers)
+        });
+        disturbed?;
+        let retryable =
+            |answer: &Result<_, StoreError>| answer.as_ref().is_err_and(|error| error.class() == ErrorClass::Retryable);
+        unharmed.extend(answers?.into_iter().filter(|(_, answer)| retryable(answer)).map(|(key, _)| key));
+    }
+    for key in unharmed {
+        let found = ctx.store.fetch(&key).await?;
+        ensure!(found.is_none(), "a reserve was said to have had no effect, and has left {found:?}");
+    }
+    Ok(())
+}
+
+async fn r13_what_cannot_be_read_is_an_error_of_every_call(ctx: &Ctx) -> Verdict {
+    let (held, done, good) = (ctx.key("held")?, ctx.key("done")?, ctx.key("good")?);
+    let outcome = Outcome::new(200, "done");
+    let leases = [ctx.acquire(&held).await?, ctx.completed(&done, &outcome).await?];
+    let purge = async || ctx.store.purge_expired(PurgeBudget::default()).await;
+    for lease in &leases {
+        ctx.fixture.garble(&lease.key).await?;
+    }
+    for lease in &leases {
+        let (kind, request) = (ErrorKind::Unreadable, ctx.request(&lease.key));
+        for round in 0..2 {
+            expect_error(ctx.store.fetch(&lease.key).await, kind, "a fetch of what cannot be read")?;
+            expect_error(ctx.store.reserve(&request).await, kind, "a reserve of what cannot be read")?;
+            expect_error(ctx.store.complete(lease, &outcome).await, kind, "a complete of what cannot be read")?;
+            expect_error(ctx.store.fail(lease, &note("no")?).await, kind, "a fail of what cannot be read")?;
+            expect_error(ctx.store.renew(lease, ctx.scale.lease).await, kind, "a renewal of what cannot be read")?;
+            if round == 0 {
+                // Nor may a purge make room for a second run. Whether it tells is its own affair.
+                drop(purge().await);
+            }
+        }
+    }
+    // Its neighbours are well, also in a batch.
+    let requests = [ctx.request(&held), ctx.request(&good)];
+    let mut answers = ctx.store.reserve_many(&requests).await;
+    ensure_is!(answers.pop(), Some(Ok(Reservation::Acquired(_))) => (), "the neighbour of what cannot be read");
+    let answer = ensure_is!(answers.pop(), Some(answer) => answer, "the answer on what cannot be read, in a batch");
+    expect_error(answer, ErrorKind::Unreadable, "a reserve of what cannot be read, in a batch")
 }
 
 async fn r13_errors_of_input_are_permanent(ctx: &Ctx) -> Verdict {
@@ -144,6 +214,67 @@ async fn r14_a_dropped_call_is_done_or_not_done(ctx: &Ctx) -> Verdict {
                 ensure_eq!(ctx.acquire(&key).await?.attempt, 2, "the attempt after a dropped fail");
             }
         }
+    }
+    Ok(())
+}
+
+async fn r14_a_dropped_batch_is_done_or_not_done_key_by_key(ctx: &Ctx) -> Verdict {
+    let store = ctx.fixture.store();
+    let mut rng = ctx.rng();
+    for round in 0..20 {
+        let requests = (0..10)
+            .map(|at| ctx.key(&format!("{round}-{at}")).map(|key| ctx.request(&key)))
+            .collect::<Verdict<Vec<_>>>()?;
+        dropped(store.reserve_many(&requests), rng.random_range(0..12)).await;
+        let mut calls = Vec::new();
+        for request in &requests {
+            // The same request tells, and holds the key whether or not the first was delivered.
+            let lease = ctx.acquire_by(request).await?;
+            ensure_eq!(lease.attempt, 1, "the attempt after a dropped batch of reserves");
+            calls.push((lease, Outcome::new(200, format!("{round}"))));
+        }
+        dropped(store.complete_many(&calls), rng.random_range(0..12)).await;
+        for (lease, outcome) in &calls {
+            let record = ctx.record(&lease.key).await?;
+            match &record.state {
+                State::InProgress => {}
+                state => ensure!(*state == State::Completed(outcome.clone()), "a half-done complete: {record:?}"),
+            }
+            ctx.store.complete(lease, outcome).await?;
+            ensure!(ctx.replay(&lease.key).await?.outcome() == Some(outcome), "the outcome after a dropped batch");
+        }
+    }
+    Ok(())
+}
+
+/// Calls that are under way together may travel together: one that is dropped must not strand the others.
+async fn r14_a_dropped_call_does_not_hold_its_neighbours_up(ctx: &Ctx) -> Verdict {
+    const CALLERS: usize = 24;
+    let mut rng = ctx.rng();
+    for round in 0..10 {
+        let barrier = Arc::new(Barrier::new(CALLERS));
+        let mut tasks = JoinSet::new();
+        for caller in 0..CALLERS {
+            let request = ctx.key(&format!("{round}-{caller}")).map(|key| ctx.request(&key))?;
+            let (bare, store, barrier) = (ctx.fixture.store(), ctx.store.clone(), barrier.clone());
+            // Every third stays.
+            let polls = (caller % 3 != 0).then(|| rng.random_range(1..4));
+            tasks.spawn(async move {
+                barrier.wait().await;
+                if let Some(polls) = polls {
+                    dropped(bare.reserve(&request), polls).await;
+                    return Ok(());
+                }
+                let answer = store.reserve(&request).await?;
+                let lease = ensure_is!(answer, Reservation::Acquired(lease) => lease, "a key of one's own");
+                store.complete(&lease, &Outcome::new(200, "")).await?;
+                Ok::<_, Failed>(())
+            });
+        }
+        let Ok(ended) = tokio::time::timeout(Duration::from_secs(10), tasks.join_all()).await else {
+            return Err(Failed::Broken("beside calls that were dropped, others were not answered in 10 s".to_owned()));
+        };
+        ended.into_iter().collect::<Verdict<Vec<()>>>()?;
     }
     Ok(())
 }
