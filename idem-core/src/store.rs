@@ -272,7 +272,7 @@ pub trait KeyStore: Debug + Display + Send + Sync + 'static {
     /// **Behaviour.** Each as [`reserve`](Self::reserve); one that is refused does not touch its neighbours.
     ///
     /// **To be correct.** A key that occurs twice is reserved by the first of its requests and in progress for the
-    /// second.
+    /// second, unless that is the same request: then both are told that they hold it (R4).
     ///
     /// **Errors.** Per request.
     ///
@@ -287,11 +287,13 @@ pub trait KeyStore: Debug + Display + Send + Sync + 'static {
         answers
     }
 
-    /// Completes several keys: an answer each, in the order of the calls.
+    /// Completes several keys: an answer each, in the order of the calls, as if completed one after the other.
     ///
     /// **Behaviour.** Each as [`complete`](Self::complete); one that is refused does not touch its neighbours.
     ///
-    /// **To be correct.** Each is fenced by its own token.
+    /// **To be correct.** Each is fenced by its own token. A key that occurs twice is completed by the first of its calls;
+    /// the second is Ok where it brings the same outcome, and [`AlreadyCompleted`](crate::ErrorKind::AlreadyCompleted)
+    /// otherwise.
     ///
     /// **Errors.** Per call.
     ///
