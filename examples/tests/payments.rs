@@ -144,3 +144,28 @@ async fn bad_requests_are_refused_before_anything_is_reserved() {
     assert_eq!(api.send(&["k"], Some("alice"), order).await.status(), 201);
     assert_eq!(api.send(&[&limit], Some("alice"), order).await.status(), 201);
 }
+
+/// Pitfall 28: a method, a type or a form that is refused before the operation ran does not use the key up.
+#[tokio::test]
+async fn what_is_refused_before_it_ran_is_not_stored() {
+    let api = Api::start();
+    let order = json!({ "amount": 5, "card": "visa" }).to_string();
+    let request = |method: reqwest::Method, content_type: &str, body: String| {
+        let request = api.client.request(method, format!("{}/charges", api.base)).bearer_auth("alice");
+        request.header("idempotency-key", "k").header("content-type", content_type).body(body).send()
+    };
+    let mut statuses = Vec::new();
+    for (method, content_type, body) in [
+        (reqwest::Method::PUT, "application/json", order.clone()),
+        (reqwest::Method::POST, "text/plain", order.clone()),
+        (reqwest::Method::POST, "application/json", json!({ "amount": "five", "card": "visa" }).to_string()),
+    ] {
+        let response = request(method, content_type, body).await.unwrap();
+        assert!(!replayed(&response));
+        statuses.push(response.status().as_u16());
+    }
+    assert_eq!(statuses, [405, 415, 422]);
+    assert_eq!(api.account("alice").await["calls"], 0);
+    let corrected = request(reqwest::Method::POST, "application/json", order).await.unwrap();
+    assert_eq!((corrected.status().as_u16(), replayed(&corrected)), (201, false));
+}
