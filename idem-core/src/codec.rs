@@ -55,7 +55,8 @@ pub enum DecodeError {
 
 /// The bytes of a record, without its key and without `read_at`.
 ///
-/// The record must be one that a store has validated: lengths beyond the [limits](crate::limits) are cut.
+/// The record must be one that a store has validated: where it breaks one of the [limits](crate::limits), the bytes are
+/// not those of this record, and may not be those of any.
 #[must_use]
 pub fn encode(record: &Record) -> Vec<u8> {
     let content = match &record.state {

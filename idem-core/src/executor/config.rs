@@ -13,6 +13,11 @@ use crate::{Key, OnAbandoned};
 
 /// What is done about a key whose holder was silent until its lease was over, so that nobody knows whether its effect
 /// happened.
+///
+/// It is known that there was a holder for as long as the record lives: for the
+/// [retention](ExecutorBuilder::retention), counted from when it acquired the key, and in any case to its lease's end. An
+/// attempt that ran for longer than that before it died is forgotten with its lease, and whatever is set here, the next
+/// repeat runs the operation as if the key were new.
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub enum Recovery {
@@ -121,6 +126,9 @@ impl ExecutorBuilder {
 
     /// How long results are kept for repeats, from the latest acquire, complete or fail. Default: 24 h, or the
     /// longest that the store accepts where that is shorter.
+    ///
+    /// It is also how long an attempt is remembered that never ended, see [`Recovery`]: choose it well beyond the longest
+    /// time that an operation takes.
     pub fn retention(self, retention: Duration) -> Self {
         Self { retention, ..self }
     }

@@ -85,7 +85,18 @@ async fn a_panic_frees_the_key_at_once() {
     let on_error = |_: &ChargeError| -> OnError { panic!("in the policy") };
     let result = executor.run_with(&id, None, on_error, |_| async { Err(ChargeError::Timeout) }).await;
     panicked(result.map(|done| done.value), "in the policy");
-    assert_eq!(executor.run(&id, None, |_| async { Ok::<_, Infallible>(6) }).await.unwrap().attempt, 5);
+    struct Wordless;
+    impl std::fmt::Display for Wordless {
+        fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            panic!("in the error's text")
+        }
+    }
+    let Err(RunError::Panicked { message, .. }) = executor.run(&id, None, |_| async { Err::<u32, _>(Wordless) }).await
+    else {
+        panic!("an error whose text cannot be had");
+    };
+    assert_eq!(&*message, "in the error's text");
+    assert_eq!(executor.run(&id, None, |_| async { Ok::<_, Infallible>(7) }).await.unwrap().attempt, 6);
 }
 
 /// A panic in the drop of an operation that is done does not lose its result.
@@ -281,4 +292,31 @@ async fn a_reconciled_outcome_that_cannot_be_stored_runs_nothing() {
     assert!(matches!(result, Err(RunError::Store(_))), "{result:?}");
     assert_eq!(effects.count(), 0);
     settle().await;
+}
+
+/// What the documentation of `Recovery` says of attempts that run for longer than the retention.
+#[tokio::test(start_paused = true)]
+async fn an_abandoned_attempt_is_remembered_for_the_retention() {
+    let (lease, retention) = (Duration::from_secs(30), Duration::from_secs(100));
+    for (ran, remembered) in [(60, true), (120, false)] {
+        let store = Faulty::new();
+        let request = Reserve::new(key("k")).with_lease(lease).with_retention(retention);
+        let Reservation::Acquired(held) = store.store.reserve(&request).await.unwrap() else { panic!() };
+        for _ in 0..ran / 10 {
+            store.clock.advance(Duration::from_secs(10));
+            store.store.renew(&held, lease).await.unwrap();
+        }
+        let executor = Executor::builder(store.clone()).on_abandoned(Recovery::Refuse).build().unwrap();
+        let id = key("k");
+        let again =
+            || executor.run(&id, None, |attempt| async move { Ok::<_, Infallible>(attempt.origin() == Origin::Fresh) });
+        store.clock.advance(lease - Duration::from_nanos(1));
+        assert!(matches!(again().await, Err(RunError::InProgress { .. })), "no earlier than the lease's end");
+        store.clock.advance(Duration::from_nanos(1));
+        match again().await {
+            Err(RunError::Abandoned(_)) => assert!(remembered, "after {ran} s"),
+            Ok(executed) => assert!(executed.value && !remembered, "after {ran} s"),
+            other => panic!("{other:?}"),
+        }
+    }
 }
