@@ -127,6 +127,10 @@ faults! {
     LateCompleteRefused => "r06_a_late_complete_that_nobody_overtook_is_kept";
     /// A renewal sets the lease's end, also to an earlier one.
     RenewShortens => "r06_renew_never_shortens_a_lease";
+    /// Checks the token, and completes later what may be another's by then.
+    CompleteNotAtomic => "r06_a_late_complete_and_a_takeover_exclude_each_other";
+    /// Checks the token, and renews later what may be another's by then.
+    RenewNotAtomic => "r06_a_late_renew_and_a_takeover_exclude_each_other";
     /// complete on an absent key makes a record.
     CompleteInserts => "r06_calls_under_a_lease_on_an_absent_key_are_refused";
     /// A failed attempt can still complete.
@@ -135,6 +139,8 @@ faults! {
     AttemptNotCounted => "r06_the_attempt_grows_with_every_acquire";
     /// Another outcome under the same token replaces the first.
     CompleteOverwrites => "r07_another_outcome_under_the_same_token_is_refused";
+    /// Looks for an outcome, and writes its own later.
+    CompletesRace => "r07_of_many_outcomes_at_once_one_is_kept";
     /// Codes are kept in a byte.
     CodeInByte => "r07_every_code_comes_back";
     /// A result lives no longer than the lease under which it was made.
@@ -612,6 +618,26 @@ impl BrokenStore {
     }
 }
 
+impl BrokenStore {
+    /// Reads now and writes later what comes of it.
+    async fn change_later(
+        &self,
+        lease: &Lease,
+        operation: Operation,
+        call: impl FnOnce(Option<&mut Record>, SystemTime) -> Result<Change, decision::Refusal>,
+    ) -> Result<(), StoreError> {
+        let at = self.at(&lease.key);
+        let mut record = self.records().get(&at).cloned();
+        let change =
+            call(record.as_mut(), self.now()).map_err(|refusal| StoreError::refused(refusal, STORE, operation))?;
+        tokio::task::yield_now().await;
+        if let (Change::Write, Some(record)) = (change, record) {
+            self.records().insert(at, record);
+        }
+        Ok(())
+    }
+}
+
 impl fmt::Debug for BrokenStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("BrokenStore").field("fault", &self.fault).finish_non_exhaustive()
@@ -676,6 +702,11 @@ impl KeyStore for BrokenStore {
             let request = Reserve::new(lease.key.clone()).with_token(lease.token);
             self.reserve_now(&mut self.records(), &request)?;
         }
+        if let Some(Fault::CompleteNotAtomic | Fault::CompletesRace) = self.fault {
+            return self
+                .change_later(lease, Operation::Complete, |record, now| decision::complete(record, lease, outcome, now))
+                .await;
+        }
         self.change(lease, Operation::Complete, Fault::NoFencing, |record, lease, now| {
             let outcome = self.bend_outcome(outcome);
             let Some(record) = record else { return decision::complete(None, lease, &outcome, now) };
@@ -736,6 +767,11 @@ impl KeyStore for BrokenStore {
     async fn renew(&self, lease: &Lease, extend_by: Duration) -> Result<(), StoreError> {
         self.invalid(Operation::Renew, check_lease(extend_by))?;
         self.connection().await;
+        if self.has(Fault::RenewNotAtomic) {
+            return self
+                .change_later(lease, Operation::Renew, |record, now| decision::renew(record, lease, extend_by, now))
+                .await;
+        }
         self.change(lease, Operation::Renew, Fault::RenewNotFenced, |record, lease, now| {
             let Some(record) = record else { return decision::renew(None, lease, extend_by, now) };
             let before = record.clone();

@@ -1,6 +1,11 @@
 //! R6: complete, fail and renew act for the holder alone. R8: what fail leaves behind.
 
-use idem_core::{ErrorKind, Key, KeyStore, Lease, Origin, Outcome, Record, State};
+use std::future::Future;
+use std::sync::Arc;
+
+use idem_core::{ErrorKind, Key, KeyStore, Lease, Origin, Outcome, Record, Reservation, State, StoreError};
+use tokio::sync::Barrier;
+use tokio::task::JoinSet;
 
 use super::cases;
 use super::repeats::timeless;
@@ -20,6 +25,8 @@ cases! {
     R6 r06_after_a_fail_the_attempt_is_over;
     R6 r06_after_a_complete_the_attempt_is_over;
     R6 r06_the_attempt_grows_with_every_acquire;
+    R6 r06_a_late_complete_and_a_takeover_exclude_each_other;
+    R6 r06_a_late_renew_and_a_takeover_exclude_each_other;
     R8 r08_fail_frees_the_key_for_a_retry_at_once;
     R8 r08_fail_keeps_note_attempt_and_fingerprint;
 }
@@ -172,6 +179,114 @@ async fn r06_the_attempt_grows_with_every_acquire(ctx: &Ctx) -> Verdict {
         ctx.store.fail(&held, &note("again")?).await?;
     }
     ensure_eq!(ctx.record(&key).await?.attempt, 6, "the attempt's number in the record");
+    Ok(())
+}
+
+/// How many want to take over while the lost attempt makes a late call.
+const RIVALS: usize = 3;
+
+/// Attempts whose leases are over, all at the same time: where nobody can move the clock, the case waits once.
+async fn abandoned_attempts(ctx: &Ctx) -> Verdict<Vec<Lease>> {
+    let mut lost = Vec::new();
+    for round in 0..40 {
+        let request = ctx.request(&ctx.key(&format!("k{round}"))?);
+        lost.push(ctx.acquire_by(&request.with_retention(ctx.scale.retention * 100)).await?);
+    }
+    ctx.pass_until(ctx.now(), ctx.scale.lease).await?;
+    Ok(lost)
+}
+
+/// A late call of the lost attempt beside reserves of rivals, each from a task of its own: the answer to its call, the
+/// lease of the rival who took over, and what the others were told.
+async fn late_beside_rivals<F>(
+    ctx: &Ctx,
+    round: usize,
+    lost: &Lease,
+    late: impl FnOnce(Arc<dyn KeyStore>, Lease) -> F,
+) -> Verdict<(Result<(), StoreError>, Option<Lease>, Vec<Reservation>)>
+where
+    F: Future<Output = Result<(), StoreError>> + Send + 'static,
+{
+    let barrier = Arc::new(Barrier::new(RIVALS + 1));
+    let (mut call, mut called) = (Some(late(ctx.store.clone(), lost.clone())), JoinSet::new());
+    let mut rivals = JoinSet::new();
+    // Who comes first to the barrier is not first behind it: every place in turn.
+    for place in 0..=RIVALS {
+        let here = barrier.clone();
+        match call.take_if(|_| place == round % (RIVALS + 1)) {
+            Some(call) => drop(called.spawn(async move {
+                here.wait().await;
+                call.await
+            })),
+            None => {
+                let (store, request) = (ctx.store.clone(), ctx.request(&lost.key));
+                rivals.spawn(async move {
+                    here.wait().await;
+                    store.reserve(&request).await
+                });
+            }
+        }
+    }
+    let (mut held, mut others) = (None, Vec::new());
+    for answer in rivals.join_all().await {
+        match answer? {
+            Reservation::Acquired(lease) if held.is_none() => held = Some(lease),
+            answer => others.push(answer),
+        }
+    }
+    let late = ensure_is!(called.join_all().await.pop(), Some(late) => late, "the late call");
+    Ok((late, held, others))
+}
+
+async fn r06_a_late_complete_and_a_takeover_exclude_each_other(ctx: &Ctx) -> Verdict {
+    for (round, lost) in abandoned_attempts(ctx).await?.iter().enumerate() {
+        let outcome = Outcome::new(200, "late but mine");
+        let stored = outcome.clone();
+        let complete = |store: Arc<dyn KeyStore>, lost: Lease| async move { store.complete(&lost, &stored).await };
+        let (late, held, others) = late_beside_rivals(ctx, round, lost, complete).await?;
+        let record = ctx.record(&lost.key).await?;
+        if let Some(held) = held {
+            expect_error(late, ErrorKind::LeaseLost, "a complete beside a takeover that was granted")?;
+            ensure_eq!((held.attempt, record.token), (2, held.token), "the attempt granted, and the holder's token");
+            ensure_eq!(record.state, State::InProgress, "the state under a takeover that was granted");
+            for answer in others {
+                ensure_is!(answer, Reservation::InProgress { attempt: 2, .. } => (), "a rival beside a takeover");
+            }
+        } else {
+            late?;
+            ensure_eq!(record.token, lost.token, "the token of a late complete that was accepted");
+            ensure_eq!(record.outcome(), Some(&outcome), "the outcome of a late complete that was accepted");
+            for answer in others {
+                ensure_is!(answer, Reservation::Completed(_) => (), "a rival beside a complete that was accepted");
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn r06_a_late_renew_and_a_takeover_exclude_each_other(ctx: &Ctx) -> Verdict {
+    let extend_by = ctx.scale.lease;
+    for (round, lost) in abandoned_attempts(ctx).await?.iter().enumerate() {
+        let began = ctx.now();
+        let renew = |store: Arc<dyn KeyStore>, lost: Lease| async move { store.renew(&lost, extend_by).await };
+        let (late, held, others) = late_beside_rivals(ctx, round, lost, renew).await?;
+        let holder = ctx.record(&lost.key).await?.token;
+        ctx.in_time(began, ctx.scale.lease)?;
+        let attempt = if let Some(held) = held {
+            expect_error(late, ErrorKind::LeaseLost, "a renewal beside a takeover that was granted")?;
+            ensure_eq!((held.attempt, holder), (2, held.token), "the attempt granted, and the holder's token");
+            2
+        } else {
+            late?;
+            ensure_eq!(holder, lost.token, "the holder's token after a late renewal that was accepted");
+            1
+        };
+        for answer in others {
+            let told =
+                ensure_is!(answer, Reservation::InProgress { attempt, .. } => attempt, "a rival that comes too late");
+            ensure_eq!(told, attempt, "the attempt that a rival is told of");
+        }
+    }
     Ok(())
 }
 

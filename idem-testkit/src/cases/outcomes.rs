@@ -1,17 +1,22 @@
 //! R7: completed is final, bit for bit. R11: executed, but not kept.
 
+use std::sync::Arc;
+
 use idem_core::{Body, ErrorKind, Key, KeyStore, Outcome, State, Withheld};
+use tokio::sync::Barrier;
+use tokio::task::JoinSet;
 
 use super::cases;
 use super::repeats::timeless;
 use crate::context::{Ctx, expect_error};
-use crate::verdict::{Verdict, ensure_eq, ensure_is};
+use crate::verdict::{Verdict, ensure, ensure_eq, ensure_is};
 
 cases! {
     R7 r07_bodies_come_back_bit_for_bit;
     R7 r07_header_lines_come_back_in_order_with_repeats_and_raw_values;
     R7 r07_every_code_comes_back;
     R7 r07_another_outcome_under_the_same_token_is_refused;
+    R7 r07_of_many_outcomes_at_once_one_is_kept;
     R7 r07_a_completed_record_tells_its_attempt;
     R7 r07_a_completed_key_stays_completed_when_its_lease_is_over;
     R7 r07_no_live_record_is_evicted [once];
@@ -96,6 +101,35 @@ async fn r07_another_outcome_under_the_same_token_is_refused(ctx: &Ctx) -> Verdi
         expect_error(ctx.store.complete(&lease, other).await, ErrorKind::AlreadyCompleted, "another outcome")?;
     }
     ensure_eq!(timeless(&ctx.record(&key).await?), timeless(&before), "the record after other outcomes");
+    Ok(())
+}
+
+/// Under one token, as a program with a fault in it sends them.
+async fn r07_of_many_outcomes_at_once_one_is_kept(ctx: &Ctx) -> Verdict {
+    const CALLS: usize = 8;
+    for round in 0..10 {
+        let key = ctx.key(&format!("k{round}"))?;
+        let lease = ctx.acquire(&key).await?;
+        let barrier = Arc::new(Barrier::new(CALLS));
+        let mut tasks = JoinSet::new();
+        for call in 0..CALLS {
+            let (store, lease, barrier) = (ctx.store.clone(), lease.clone(), barrier.clone());
+            let outcome = Outcome::new(200, format!("outcome {call}"));
+            tasks.spawn(async move {
+                barrier.wait().await;
+                (store.complete(&lease, &outcome).await, outcome)
+            });
+        }
+        let mut accepted = Vec::new();
+        for (answer, outcome) in tasks.join_all().await {
+            match answer {
+                Ok(()) => accepted.push(outcome),
+                refused => expect_error(refused, ErrorKind::AlreadyCompleted, "another outcome under the same token")?,
+            }
+        }
+        ensure_eq!(accepted.len(), 1, "outcomes accepted of {CALLS} under one token");
+        ensure!(ctx.replay(&key).await?.outcome() == accepted.first(), "the outcome kept is not the one accepted");
+    }
     Ok(())
 }
 

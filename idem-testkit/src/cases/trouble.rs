@@ -257,6 +257,7 @@ async fn r14_a_dropped_call_does_not_hold_its_neighbours_up(ctx: &Ctx) -> Verdic
     const CALLERS: usize = 24;
     let mut rng = ctx.rng();
     for round in 0..10 {
+        ctx.log.add(&format!("-- {CALLERS} callers reserve a key each, and two of three are dropped --"));
         let barrier = Arc::new(Barrier::new(CALLERS));
         let mut tasks = JoinSet::new();
         for caller in 0..CALLERS {
