@@ -64,7 +64,12 @@ pub(super) async fn guarded<Fut: Future>(start: impl FnOnce() -> Fut) -> Result<
 /// The message of its panic.
 pub(super) fn caught<R>(code: impl FnOnce() -> R) -> Result<R, Box<str>> {
     // What the code leaves half-done is dropped, not looked at.
-    catch_unwind(AssertUnwindSafe(code)).map_err(|payload| message(payload.as_ref()))
+    catch_unwind(AssertUnwindSafe(code)).map_err(|payload| {
+        let text = message(payload.as_ref());
+        // The payload is foreign too: a panic in its drop must not leave the attempt unresolved.
+        drop(catch_unwind(AssertUnwindSafe(move || drop(payload))));
+        text
+    })
 }
 
 fn message(payload: &(dyn Any + Send)) -> Box<str> {

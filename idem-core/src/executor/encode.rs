@@ -1,11 +1,11 @@
 //! Results as outcomes: JSON under code 0 for a success, under code 1 for a final error.
 
 use std::io;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use serde::Serialize;
 use serde::de::{DeserializeOwned, Error as _};
 
+use super::detach::caught;
 use crate::outcome::{Outcome, Withheld};
 
 /// The code of an operation that returned `Ok`.
@@ -24,7 +24,7 @@ pub(super) fn error<E: Serialize>(error: &E, limit: usize) -> Outcome {
 /// What cannot be kept is withheld: the operation was executed, and that must be known in any case.
 fn encode<T: Serialize>(code: u16, value: &T, limit: usize) -> Outcome {
     let mut body = Bounded { bytes: Vec::new(), limit };
-    match catch_unwind(AssertUnwindSafe(|| serde_json::to_writer(&mut body, value))) {
+    match caught(|| serde_json::to_writer(&mut body, value)) {
         Ok(Ok(())) => Outcome::new(code, body.bytes),
         Ok(Err(error)) if error.is_io() => Outcome::withheld(code, Withheld::TooLarge),
         Ok(Err(_)) | Err(_) => Outcome::withheld(code, Withheld::Unserializable),

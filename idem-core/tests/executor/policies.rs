@@ -99,6 +99,38 @@ async fn a_panic_frees_the_key_at_once() {
     assert_eq!(executor.run(&id, None, |_| async { Ok::<_, Infallible>(7) }).await.unwrap().attempt, 6);
 }
 
+/// What a panic throws may panic in its own drop: the key is freed all the same, and a result that was had is kept.
+#[tokio::test(start_paused = true)]
+async fn a_panic_in_the_drop_of_a_panic_is_resolved_too() {
+    struct Thrown;
+    impl Drop for Thrown {
+        fn drop(&mut self) {
+            panic!("in the drop of what was thrown")
+        }
+    }
+    struct Wordless;
+    impl serde::Serialize for Wordless {
+        fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+            std::panic::panic_any(Thrown)
+        }
+    }
+    impl<'de> serde::Deserialize<'de> for Wordless {
+        fn deserialize<D: serde::Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
+            Ok(Self)
+        }
+    }
+    let store = Faulty::new();
+    let (executor, id) = (Executor::new(store.clone()), key("k"));
+    let thrown =
+        executor.run(&id, None, |_| async { if true { std::panic::panic_any(Thrown) } else { Ok::<u32, String>(0) } });
+    assert!(matches!(thrown.await, Err(RunError::Panicked { attempt: 1, .. })));
+    assert!(matches!(store.record(&key("k")).await.unwrap().state, State::Failed(_)));
+    let executed = executor.run(&key("k"), None, |_| async { Ok::<_, Infallible>(Wordless) }).await.unwrap();
+    assert_eq!((executed.attempt, executed.replayed), (2, false));
+    let State::Completed(outcome) = store.record(&key("k")).await.unwrap().state else { panic!() };
+    assert_eq!(outcome.body, idem_core::Body::Withheld(idem_core::Withheld::Unserializable));
+}
+
 /// A panic in the drop of an operation that is done does not lose its result.
 #[tokio::test(start_paused = true)]
 async fn a_panic_after_the_end_keeps_the_result() {
