@@ -65,8 +65,9 @@ impl Shifted {
 /// An id of 22 bytes; scrambled, so that neighbours in number are none in the table.
 fn id(number: u64) -> [u8; 22] {
     let mut id = *b"order-0000000000000000";
+    let scrambled = scramble(number);
     for (digit, byte) in id[6..].iter_mut().enumerate() {
-        *byte = b"0123456789abcdef"[(scramble(number) >> (4 * digit)) as usize & 15];
+        *byte = b"0123456789abcdef"[(scrambled >> (4 * digit)) as usize & 15];
     }
     id
 }
@@ -200,8 +201,9 @@ fn pairs(subject: &impl Subject, next: &AtomicU64, batch: u64, operations: u64, 
 fn measure(criterion: &mut Criterion, subject: &impl Subject, prefix: &str, records: u64) {
     timed(records, |number| with_id(number, |id| subject.pair(id, KEPT)));
     let next = AtomicU64::new(NEW);
-    // At most a tenth on top, but enough that starting threads does not count.
-    let batch = (records / 10).clamp(10_000, 200_000);
+    // The same for every number of records, so that what is added takes the same room: enough that starting threads
+    // does not count.
+    let batch = 20_000;
     let mut group = criterion.benchmark_group("memory");
     group.throughput(Throughput::Elements(1)).sample_size(10).warm_up_time(Duration::from_millis(500));
     group.measurement_time(Duration::from_secs(2));

@@ -39,7 +39,7 @@ pub enum Decision {
 ///
 /// The record must be the one that the following write replaces: read and write are one step, or the answer is wrong.
 #[must_use]
-#[inline]
+#[inline(always)]
 pub fn decide(record: Option<&Record>, request: &Reserve, now: SystemTime) -> Decision {
     let Some(record) = record.filter(|record| !record.is_expired(now)) else {
         return acquire(request, 1, Origin::Fresh, None, now);

@@ -288,7 +288,13 @@ impl MemoryStore {
         self.bury(swept);
     }
 
-    fn try_reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
+    /// `full` is what to do about a full store.
+    #[inline]
+    fn reserve_now(
+        &self,
+        request: &Reserve,
+        full: impl FnOnce() -> Result<Reservation, StoreError>,
+    ) -> Result<Reservation, StoreError> {
         // Declared before the lock, so that what goes is dropped after it is released.
         let mut swept = Vec::new();
         let _replaced;
@@ -310,7 +316,8 @@ impl MemoryStore {
                         shard.sweep(now, SWEEP, usize::MAX, &mut swept);
                     }
                     if swept.is_empty() && !self.take_place() {
-                        return Err(StoreError::new(ErrorKind::Full, STORE, Operation::Reserve));
+                        drop(shard);
+                        return full();
                     }
                     // The new record takes the place of one that was swept.
                     if let Some(slot) = swept.pop() {
@@ -344,13 +351,10 @@ impl KeyStore for MemoryStore {
 
     async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
         request.validate(MAX_RETENTION).map_err(invalid(Operation::Reserve))?;
-        match self.try_reserve(request) {
-            Err(error) if error.kind() == ErrorKind::Full => {
-                self.make_room(self.clock.now());
-                self.try_reserve(request)
-            }
-            answer => answer,
-        }
+        self.reserve_now(request, || {
+            self.make_room(self.clock.now());
+            self.reserve_now(request, || Err(StoreError::new(ErrorKind::Full, STORE, Operation::Reserve)))
+        })
     }
 
     async fn complete(&self, lease: &Lease, outcome: &Outcome) -> Result<(), StoreError> {

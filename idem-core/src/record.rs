@@ -112,7 +112,7 @@ impl Record {
 
     /// As [`read`](Self::read), with the caller's own copy of the key: a replay then leaves the reference count of the
     /// stored one alone, which is likely in another processor's cache.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn read_as(&self, key: &Key, now: SystemTime) -> Self {
         Self { key: key.clone(), state: self.state.clone(), read_at: now, ..*self }
     }
