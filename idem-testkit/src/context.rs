@@ -117,6 +117,11 @@ impl Ctx {
         Reserve::new(key.clone()).with_lease(self.scale.lease).with_retention(self.scale.retention)
     }
 
+    /// A retention that outlives the case, as far as the store allows.
+    pub(crate) fn long_retention(&self) -> Duration {
+        (self.scale.retention * 100).min(self.store.capabilities().max_retention)
+    }
+
     pub(crate) async fn reserve(&self, request: &Reserve) -> Verdict<Reservation> {
         Ok(self.store.reserve(request).await?)
     }

@@ -10,6 +10,8 @@ mod history;
 mod noisy;
 mod probe;
 mod runner;
+#[cfg(unix)]
+pub mod servers;
 mod settings;
 mod verdict;
 

@@ -190,7 +190,7 @@ async fn abandoned_attempts(ctx: &Ctx) -> Verdict<Vec<Lease>> {
     let mut lost = Vec::new();
     for round in 0..40 {
         let request = ctx.request(&ctx.key(&format!("k{round}"))?);
-        lost.push(ctx.acquire_by(&request.with_retention(ctx.scale.retention * 100)).await?);
+        lost.push(ctx.acquire_by(&request.with_retention(ctx.long_retention())).await?);
     }
     ctx.pass_until(ctx.now(), ctx.scale.lease).await?;
     Ok(lost)

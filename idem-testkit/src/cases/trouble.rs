@@ -109,7 +109,7 @@ async fn r13_a_retryable_error_means_that_nothing_happened(ctx: &Ctx) -> Verdict
             for at in 0..20 {
                 let request = ctx.key(&format!("{round}-{at}")).map(|key| ctx.request(&key))?;
                 // Still there when it is looked for.
-                let request = request.with_retention(ctx.scale.retention * 100);
+                let request = request.with_retention(ctx.long_retention());
                 let answer = store.reserve(&request).await;
                 ctx.log.add(&format!("in trouble: {answer:?}"));
                 answers.push((request.key, answer));
@@ -133,7 +133,7 @@ async fn r13_what_cannot_be_read_is_an_error_of_every_call(ctx: &Ctx) -> Verdict
     let (held, done, good) = (ctx.key("held")?, ctx.key("done")?, ctx.key("good")?);
     let outcome = Outcome::new(200, "done");
     // Long-lived: where the store removes what has expired by itself, it is right to remove these then.
-    let kept = |key| ctx.request(key).with_retention(ctx.scale.retention * 100);
+    let kept = |key| ctx.request(key).with_retention(ctx.long_retention());
     let leases = [ctx.acquire_by(&kept(&held)).await?, ctx.acquire_by(&kept(&done)).await?];
     ctx.store.complete(&leases[1], &outcome).await?;
     let purge = async || ctx.store.purge_expired(PurgeBudget::default()).await;
