@@ -9,7 +9,7 @@ use libtest_mimic::{Arguments, Failed as TrialFailed, Trial};
 
 use crate::cases::{self, Case};
 use crate::context::Ctx;
-use crate::harness::Harness;
+use crate::harness::{Harness, Missing};
 use crate::probe::Log;
 use crate::settings;
 use crate::verdict::{Failed, Verdict};
@@ -67,14 +67,35 @@ pub fn run(harness: impl Harness) -> ExitCode {
     libtest_mimic::run(&arguments, trials.collect()).exit_code()
 }
 
+/// The body of a test binary for tests of one's own that need a server: each is a test by its name, all are listed as
+/// ignored where the server is missing, and fail where `IDEM_REQUIRE` names it. A test fails by a panic.
+///
+/// The test target needs `harness = false` in `Cargo.toml`.
+pub fn run_tests(missing: Option<&Missing>, tests: &[(&'static str, fn())]) -> ExitCode {
+    let arguments = Arguments::from_args();
+    let trials = tests.iter().map(|&(name, test)| match missing {
+        Some(missing) => not_there(name.to_owned(), missing),
+        None => Trial::test(name, move || {
+            test();
+            Ok(())
+        }),
+    });
+    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+}
+
+/// The trial of a test whose server is missing.
+fn not_there(name: String, missing: &Missing) -> Trial {
+    if settings::required(missing.server) {
+        let why = format!("{} is required by IDEM_REQUIRE and cannot be used: {}", missing.server, missing.reason);
+        return Trial::test(name, move || Err(TrialFailed::from(why)));
+    }
+    Trial::test(name, || Ok(())).with_kind(format!("no {}", missing.server)).with_ignored_flag(true)
+}
+
 fn trial(harness: &Arc<dyn Harness>, case: &'static Case, twice: bool) -> Trial {
     let name = full_name(case, twice);
     if let Some(missing) = harness.missing() {
-        if settings::required(missing.server) {
-            let why = format!("{} is required by IDEM_REQUIRE and cannot be used: {}", missing.server, missing.reason);
-            return Trial::test(name, move || Err(TrialFailed::from(why)));
-        }
-        return Trial::test(name, || Ok(())).with_kind(format!("no {}", missing.server)).with_ignored_flag(true);
+        return not_there(name, &missing);
     }
     if let Some(need) = case.needs.missing(harness.abilities()) {
         return Trial::test(name, || Ok(())).with_kind(format!("needs {need}")).with_ignored_flag(true);

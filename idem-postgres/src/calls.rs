@@ -1,0 +1,351 @@
+//! The two statements that every call becomes, and how their rows are read.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use bytes::Bytes;
+use idem_core::decision::Refusal;
+use idem_core::{
+    Body, ErrorKind, Failure, Fingerprint, Key, Lease, OnAbandoned, Operation, Origin, Outcome, PreviousAttempt,
+    Record, Reservation, Reserve, State, StoreError, Token, Withheld,
+};
+use sqlx::postgres::{PgRow, Postgres};
+use sqlx::types::Uuid;
+use sqlx::{AssertSqlSafe, Executor, Row};
+
+use crate::config::Schema;
+use crate::error::{PostgresError, STORE, Stage, own_error, store_error};
+use crate::headers;
+
+/// A call under a lease.
+#[derive(Debug, Clone)]
+pub(crate) enum Settle {
+    Complete(Outcome),
+    Fail(Failure),
+    Renew(Duration),
+}
+
+impl Settle {
+    pub(crate) fn operation(&self) -> Operation {
+        match self {
+            Self::Complete(_) => Operation::Complete,
+            Self::Fail(_) => Operation::Fail,
+            Self::Renew(_) => Operation::Renew,
+        }
+    }
+}
+
+/// A statement that sees by the snapshot of its transaction's beginning would not see what others have reserved since: it
+/// does nothing then and has no rows. This is decided before the function is called, and aborts no transaction.
+const READ_COMMITTED: &str = "WHERE current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')";
+
+/// The texts of the statements, with the schema's name in them.
+#[derive(Debug)]
+pub(crate) struct Statements {
+    reserve: Arc<str>,
+    settle: Arc<str>,
+    fetch: Arc<str>,
+}
+
+/// A record's columns, of the row or composite of that name; times are microseconds since the epoch.
+fn columns(of: &str) -> String {
+    let micros = |column: &str| format!("(extract(epoch from {of}.{column}) * 1000000)::bigint");
+    format!(
+        "{of}.state::text, {of}.attempt, {of}.token, {of}.fingerprint, {of}.origin::text, {of}.previous_token, \
+         {of}.previous_attempt, {}, (extract(epoch from {of}.retention) * 1000000)::bigint, {}, {}, {}, {}, {}, \
+         {of}.failure, {of}.code, {of}.withheld, {of}.headers, {of}.body",
+        micros("previous_started_at"),
+        micros("created_at"),
+        micros("started_at"),
+        micros("updated_at"),
+        micros("lease_until"),
+        micros("expires_at"),
+    )
+}
+
+impl Statements {
+    pub(crate) fn new(schema: &Schema) -> Self {
+        let schema = schema.quoted();
+        let now = |time: &str| format!("(extract(epoch from {time}) * 1000000)::bigint");
+        Self {
+            reserve: format!(
+                "SELECT a.acquired, (a.answer).place, (a.answer).verdict::text, {}, {} \
+                 FROM {schema}.reserve($1, $2, $3, $4, $5, $6, $7) a {READ_COMMITTED}",
+                now("(a.answer).now"),
+                columns("((a.answer).record)"),
+            )
+            .into(),
+            settle: format!("SELECT {schema}.settle($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)::text[] {READ_COMMITTED}")
+                .into(),
+            // One snapshot and one time, which is before it: a record that is extended meanwhile is not missed.
+            fetch: format!(
+                "SELECT {}, {} FROM {schema}.records r, {schema}.epoch e \
+                 WHERE r.scope = $1 AND r.id = $2 AND r.expires_at > statement_timestamp() + e.shift",
+                now("statement_timestamp() + e.shift"),
+                columns("r"),
+            )
+            .into(),
+        }
+    }
+
+    /// Reserves, in one statement. The requests are in the order of their keys. An answer each.
+    pub(crate) async fn reserve<'e>(
+        &self,
+        executor: impl Executor<'e, Database = Postgres>,
+        requests: &[Reserve],
+    ) -> Result<Vec<Result<Reservation, StoreError>>, StoreError> {
+        let of = |part: fn(&Reserve) -> &str| requests.iter().map(part).collect::<Vec<_>>();
+        let micros = |part: fn(&Reserve) -> Duration| requests.iter().map(|request| micros(part(request))).collect();
+        let leases: Vec<i64> = micros(|request| request.lease);
+        let retentions: Vec<i64> = micros(|request| request.retention);
+        let tokens: Vec<Uuid> = requests.iter().map(|request| uuid(request.token)).collect();
+        let fingerprints: Vec<Option<&[u8]>> =
+            requests.iter().map(|request| request.fingerprint.as_ref().map(|print| &print.as_bytes()[..])).collect();
+        let refusals: Vec<bool> = requests.iter().map(|request| request.on_abandoned == OnAbandoned::Refuse).collect();
+        let rows = sqlx::query(AssertSqlSafe(self.reserve.clone()))
+            .bind(of(|request| request.key.scope()))
+            .bind(of(|request| request.key.id()))
+            .bind(&tokens)
+            .bind(fingerprints)
+            .bind(leases)
+            .bind(retentions)
+            .bind(refusals)
+            .fetch_all(executor)
+            .await
+            .map_err(|error| store_error(error, Stage::Execute, Operation::Reserve))?;
+        if rows.is_empty() {
+            return Err(own_error(PostgresError::Isolation, Operation::Reserve));
+        }
+        let mut answers: Vec<Option<Result<Reservation, StoreError>>> = requests.iter().map(|_| None).collect();
+        for row in &rows {
+            read_answers(row, requests, &tokens, &mut answers)
+                .map_err(|error| store_error(error, Stage::Execute, Operation::Reserve))?;
+        }
+        let missing = || Err(own_error(PostgresError::Column("answer"), Operation::Reserve));
+        Ok(answers.into_iter().map(|answer| answer.unwrap_or_else(missing)).collect())
+    }
+
+    /// Completes, fails and renews, in one statement. The calls are in the order of their keys. An answer each.
+    pub(crate) async fn settle<'e>(
+        &self,
+        executor: impl Executor<'e, Database = Postgres>,
+        calls: &[(Lease, Settle)],
+    ) -> Result<Vec<Result<(), StoreError>>, StoreError> {
+        let mut kinds: Vec<i8> = Vec::with_capacity(calls.len());
+        let mut durations = Vec::with_capacity(calls.len());
+        let (mut codes, mut withhelds, mut lines) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut bodies, mut failures) = (Vec::new(), Vec::new());
+        for (lease, call) in calls {
+            let (kind, duration, outcome, failure) = match call {
+                Settle::Complete(outcome) => (b'c', lease.retention, Some(outcome), None),
+                Settle::Fail(failure) => (b'f', lease.retention, None, Some(failure.note())),
+                Settle::Renew(extend_by) => (b'r', *extend_by, None, None),
+            };
+            kinds.push(kind.cast_signed());
+            durations.push(micros(duration));
+            codes.push(outcome.map(|outcome| i32::from(outcome.code)));
+            lines.push(outcome.and_then(|outcome| headers::encode(&outcome.headers)));
+            let (withheld, body) = match outcome.map(|outcome| &outcome.body) {
+                Some(Body::Stored(body)) => (None, Some(&body[..])),
+                Some(Body::Withheld(reason)) => (Some(i16::from(reason.code())), None),
+                None => (None, None),
+            };
+            withhelds.push(withheld);
+            bodies.push(body);
+            failures.push(failure);
+        }
+        let operation = calls.first().map_or(Operation::Complete, |(_, call)| call.operation());
+        let row = sqlx::query(AssertSqlSafe(self.settle.clone()))
+            .bind(kinds)
+            .bind(calls.iter().map(|(lease, _)| lease.key.scope()).collect::<Vec<_>>())
+            .bind(calls.iter().map(|(lease, _)| lease.key.id()).collect::<Vec<_>>())
+            .bind(calls.iter().map(|(lease, _)| uuid(lease.token)).collect::<Vec<_>>())
+            .bind(durations)
+            .bind(codes)
+            .bind(withhelds)
+            .bind(lines)
+            .bind(bodies)
+            .bind(failures)
+            .fetch_optional(executor)
+            .await
+            .map_err(|error| store_error(error, Stage::Execute, operation))?;
+        let Some(row) = row else { return Err(own_error(PostgresError::Isolation, operation)) };
+        let verdicts: Vec<String> = row.try_get(0).map_err(|error| store_error(error, Stage::Execute, operation))?;
+        let verdict = |place: usize, operation| match verdicts.get(place).map(String::as_str) {
+            Some("ok") => Ok(()),
+            Some("lease lost") => Err(StoreError::refused(Refusal::LeaseLost, STORE, operation)),
+            Some("already completed") => Err(StoreError::refused(Refusal::AlreadyCompleted, STORE, operation)),
+            _ => Err(own_error(PostgresError::Column("verdict"), operation)),
+        };
+        Ok(calls.iter().enumerate().map(|(place, (_, call))| verdict(place, call.operation())).collect())
+    }
+
+    pub(crate) async fn fetch<'e>(
+        &self,
+        executor: impl Executor<'e, Database = Postgres>,
+        key: &Key,
+    ) -> Result<Option<Record>, StoreError> {
+        let failed = |error| store_error(error, Stage::Execute, Operation::Fetch);
+        let row = sqlx::query(AssertSqlSafe(self.fetch.clone()))
+            .bind(key.scope())
+            .bind(key.id())
+            .fetch_optional(executor)
+            .await
+            .map_err(failed)?;
+        let Some(row) = row else { return Ok(None) };
+        let now = row.try_get(0).map(time).map_err(failed)?;
+        match read_record(&row, 1, key, now).map_err(failed)? {
+            Ok(record) => Ok(Some(record)),
+            Err(error) => Err(own_error(error, Operation::Fetch)),
+        }
+    }
+}
+
+/// Reads a row of `reserve`: the tokens of all keys that were absent, or the answer for one of the others.
+fn read_answers(
+    row: &PgRow,
+    requests: &[Reserve],
+    tokens: &[Uuid],
+    answers: &mut [Option<Result<Reservation, StoreError>>],
+) -> Result<(), sqlx::Error> {
+    if let Some(acquired) = row.try_get::<Option<Vec<Uuid>>, _>(0)? {
+        let mut acquired = acquired.into_iter().peekable();
+        // In the order of the requests, with gaps.
+        for (place, request) in requests.iter().enumerate() {
+            if acquired.next_if(|token| *token == tokens[place]).is_some() {
+                let lease =
+                    Lease::new(request.key.clone(), request.token, 1, Origin::Fresh, micro_precise(request.retention));
+                answers[place] = Some(Ok(Reservation::Acquired(lease)));
+            }
+        }
+        return Ok(());
+    }
+    let place = usize::try_from(row.try_get::<i32, _>(1)? - 1).unwrap_or(usize::MAX);
+    let (Some(request), Some(answer)) = (requests.get(place), answers.get_mut(place)) else { return Ok(()) };
+    let verdict: String = row.try_get(2)?;
+    let record = |row| -> Result<Result<Record, PostgresError>, sqlx::Error> {
+        let now = time(PgRow::try_get(row, 3)?);
+        read_record(row, 4, &request.key, now)
+    };
+    let unreadable = |error| own_error(error, Operation::Reserve);
+    *answer = Some(match verdict.as_str() {
+        "acquired" => record(row)?.map(|record| Reservation::Acquired(record.lease())).map_err(unreadable),
+        "completed" => record(row)?.map(Reservation::Completed).map_err(unreadable),
+        "abandoned" => record(row)?.map(Reservation::Abandoned).map_err(unreadable),
+        "in progress" => record(row)?
+            .map(|record| Reservation::InProgress {
+                attempt: record.attempt,
+                retry_after: record.lease_remaining().max(Duration::from_micros(1)),
+            })
+            .map_err(unreadable),
+        "mismatch" => Ok(Reservation::Mismatch),
+        "lease lost" => Err(StoreError::new(ErrorKind::LeaseLost, STORE, Operation::Reserve)),
+        _ => Err(own_error(PostgresError::Column("verdict"), Operation::Reserve)),
+    });
+    Ok(())
+}
+
+/// Reads [`columns`], from that index on.
+fn read_record(
+    row: &PgRow,
+    first: usize,
+    key: &Key,
+    read_at: SystemTime,
+) -> Result<Result<Record, PostgresError>, sqlx::Error> {
+    let micros = |at: usize| row.try_get::<i64, _>(first + at);
+    let state: String = row.try_get(first)?;
+    let attempt: i32 = row.try_get(first + 1)?;
+    let token: Uuid = row.try_get(first + 2)?;
+    let fingerprint: Option<&[u8]> = row.try_get(first + 3)?;
+    let origin: String = row.try_get(first + 4)?;
+    let previous: (Option<Uuid>, Option<i32>, Option<i64>) =
+        (row.try_get(first + 5)?, row.try_get(first + 6)?, row.try_get(first + 7)?);
+    let failure: Option<&str> = row.try_get(first + 14)?;
+    let code: Option<i32> = row.try_get(first + 15)?;
+    let withheld: Option<i16> = row.try_get(first + 16)?;
+    let lines: Option<Vec<u8>> = row.try_get(first + 17)?;
+    let body: Option<Vec<u8>> = row.try_get(first + 18)?;
+    let number = |number: i32| u32::try_from(number).map_err(|_| PostgresError::Column("attempt"));
+    let content = || -> Result<(State, Option<Fingerprint>, Origin), PostgresError> {
+        let fingerprint = match fingerprint.map(<[u8; 32]>::try_from) {
+            None => None,
+            Some(Ok(bytes)) => Some(Fingerprint::from_bytes(bytes)),
+            Some(Err(_)) => return Err(PostgresError::Column("fingerprint")),
+        };
+        let origin = match (origin.as_str(), previous) {
+            ("fresh", _) => Origin::Fresh,
+            ("retry", _) => Origin::Retry,
+            ("takeover", (Some(token), Some(attempt), Some(started_at))) => Origin::Takeover(PreviousAttempt {
+                token: Token::from_bytes(token.into_bytes()),
+                attempt: number(attempt)?,
+                started_at: time(started_at),
+            }),
+            _ => return Err(PostgresError::Column("origin")),
+        };
+        let state = match (state.as_str(), failure, code) {
+            ("in progress", ..) => State::InProgress,
+            ("failed", Some(note), _) => {
+                State::Failed(Failure::new(note).map_err(|_| PostgresError::Column("failure"))?)
+            }
+            ("completed", _, Some(code)) => {
+                let code = u16::try_from(code).map_err(|_| PostgresError::Column("code"))?;
+                let reason = withheld.map(|code| u8::try_from(code).ok().and_then(Withheld::from_code));
+                let mut outcome = match (body, reason) {
+                    (Some(body), None) => Outcome::new(code, Bytes::from(body)),
+                    (None, Some(Some(reason))) => Outcome::withheld(code, reason),
+                    _ => return Err(PostgresError::Column("body")),
+                };
+                if let Some(lines) = lines {
+                    outcome.headers = headers::decode(Bytes::from(lines))?;
+                }
+                State::Completed(outcome)
+            }
+            _ => return Err(PostgresError::Column("state")),
+        };
+        Ok((state, fingerprint, origin))
+    };
+    let (state, fingerprint, origin) = match content() {
+        Ok(content) => content,
+        Err(error) => return Ok(Err(error)),
+    };
+    let attempt = match number(attempt) {
+        Ok(attempt) => attempt,
+        Err(error) => return Ok(Err(error)),
+    };
+    Ok(Ok(Record {
+        key: key.clone(),
+        state,
+        fingerprint,
+        attempt,
+        token: Token::from_bytes(token.into_bytes()),
+        origin,
+        retention: Duration::from_micros(u64::try_from(micros(8)?).unwrap_or_default()),
+        created_at: time(micros(9)?),
+        started_at: time(micros(10)?),
+        updated_at: time(micros(11)?),
+        lease_until: time(micros(12)?),
+        expires_at: time(micros(13)?),
+        read_at,
+    }))
+}
+
+fn uuid(token: Token) -> Uuid {
+    Uuid::from_bytes(*token.as_bytes())
+}
+
+/// Whole microseconds, the finest that Postgres has; a part of one counts as one, so that a lease never ends early.
+fn micros(duration: Duration) -> i64 {
+    let part = u128::from(!duration.subsec_nanos().is_multiple_of(1_000));
+    i64::try_from(duration.as_micros() + part).unwrap_or(i64::MAX)
+}
+
+fn micro_precise(duration: Duration) -> Duration {
+    Duration::from_micros(micros(duration).unsigned_abs())
+}
+
+fn time(micros: i64) -> SystemTime {
+    let since = Duration::from_micros(micros.unsigned_abs());
+    let time =
+        if micros < 0 { SystemTime::UNIX_EPOCH.checked_sub(since) } else { SystemTime::UNIX_EPOCH.checked_add(since) };
+    time.unwrap_or(SystemTime::UNIX_EPOCH)
+}

@@ -1,0 +1,17 @@
+#![doc = include_str!("../README.md")]
+
+mod batch;
+mod calls;
+mod config;
+mod error;
+mod headers;
+mod maintain;
+mod schema;
+mod store;
+mod transaction;
+
+pub use config::{Batching, Config, Schema};
+pub use error::PostgresError;
+pub use maintain::{Maintained, Maintenance};
+pub use sqlx;
+pub use store::PostgresStore;

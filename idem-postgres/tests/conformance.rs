@@ -1,0 +1,7 @@
+//! The conformance kit on Postgres: batched, and with a statement for each call.
+
+mod stores;
+
+fn main() -> std::process::ExitCode {
+    idem_testkit::run(stores::Postgres::new(idem_postgres::Batching::default()))
+}
