@@ -52,14 +52,16 @@ impl PostgresStore {
     /// # Errors
     /// As [`open`](Self::open), and for a URL that is none.
     pub async fn connect(url: &str, config: Config) -> Result<Self, StoreError> {
-        let connections =
-            u32::try_from(config.batching.statements).unwrap_or(u32::MAX).saturating_mul(2).saturating_add(2);
-        let pool = PgPoolOptions::new()
-            .max_connections(connections)
-            .acquire_timeout(config.call_timeout)
-            .connect(url)
-            .await
-            .map_err(|error| store_error(error, Stage::Acquire, Operation::Setup))?;
+        Self::open(own_pool(url, &config).await?, config).await
+    }
+
+    /// As [`connect`](Self::connect), and makes the schema first or brings it to this crate's version.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect) and [`migrate`](Self::migrate).
+    pub async fn connect_and_migrate(url: &str, config: Config) -> Result<Self, StoreError> {
+        let pool = own_pool(url, &config).await?;
+        Self::migrate(&pool, &config).await?;
         Self::open(pool, config).await
     }
 
@@ -105,6 +107,16 @@ impl PostgresStore {
         self.check_lease_handle(lease, Operation::Complete)?;
         outcome.validate(self.config.outcome_limit).map_err(invalid(Operation::Complete))
     }
+}
+
+async fn own_pool(url: &str, config: &Config) -> Result<PgPool, StoreError> {
+    let connections = u32::try_from(config.batching.statements).unwrap_or(u32::MAX).saturating_mul(2).saturating_add(2);
+    PgPoolOptions::new()
+        .max_connections(connections)
+        .acquire_timeout(config.call_timeout)
+        .connect(url)
+        .await
+        .map_err(|error| store_error(error, Stage::Acquire, Operation::Setup))
 }
 
 pub(crate) fn invalid(operation: Operation) -> impl Fn(InvalidInput) -> StoreError {

@@ -97,12 +97,16 @@ pub(crate) async fn run(address: SocketAddr, store: &str) -> Result<()> {
     let shop = Shop { client: Client::builder().no_proxy().build()?, base: format!("http://{address}") };
     say(&format!("A payments API on {}, its idempotency keys in: {store}", shop.base));
 
+    // Keys of this run's own: a store that lasts knows those of earlier runs.
+    let run = format!("{:x}", rand::random::<u32>());
+    let order = &format!("order-1-{run}");
+    say(&format!("Every account orders under the key {order}"));
     title(&format!("1. {CONCURRENT} requests at once under one key, on a card that takes 0.7 s"));
     let mut requests = tokio::task::JoinSet::new();
     for _ in 0..CONCURRENT {
-        let shop = shop.clone();
+        let (shop, order) = (shop.clone(), order.clone());
         requests.spawn(async move {
-            shop.charge("alice", "order-1", 1_200, "slow").await.map(|answer| answer.shown()).map_err(|e| e.to_string())
+            shop.charge("alice", &order, 1_200, "slow").await.map(|answer| answer.shown()).map_err(|e| e.to_string())
         });
     }
     let mut answers = BTreeMap::<String, usize>::new();
@@ -117,36 +121,36 @@ pub(crate) async fn run(address: SocketAddr, store: &str) -> Result<()> {
     shop.check("alice", 1, 1_200).await?;
 
     title("2. The client lost the answer and asks again");
-    let replay = shop.step("the same request", "alice", "order-1", (1_200, "slow"), 201).await?;
+    let replay = shop.step("the same request", "alice", order, (1_200, "slow"), 201).await?;
     expect(replay.replayed(), "a replay")?;
-    shop.step("the same key for another amount", "alice", "order-1", (9_900, "slow"), 422).await?;
+    shop.step("the same key for another amount", "alice", order, (9_900, "slow"), 422).await?;
     shop.check("alice", 1, 1_200).await?;
 
     title("3. The client hangs up while its card is charged");
     let hung_up = Client::builder().no_proxy().timeout(Duration::from_millis(200)).build()?;
     let hasty = Shop { client: hung_up, base: shop.base.clone() };
-    expect(hasty.charge("bob", "order-1", 500, "slow").await.is_err(), "a time-out of the client")?;
+    expect(hasty.charge("bob", order, 500, "slow").await.is_err(), "a time-out of the client")?;
     say(&format!("  {:<44} no answer after 0.2 s", "the request"));
-    shop.step("the same request, at once", "bob", "order-1", (500, "slow"), 409).await?;
+    shop.step("the same request, at once", "bob", order, (500, "slow"), 409).await?;
     tokio::time::sleep(Duration::from_millis(900)).await;
-    let replay = shop.step("the same request, later", "bob", "order-1", (500, "slow"), 201).await?;
+    let replay = shop.step("the same request, later", "bob", order, (500, "slow"), 201).await?;
     expect(replay.replayed(), "a replay")?;
     shop.check("bob", 1, 500).await?;
-    say("  (and his order-1 is not alice's: every account has keys of its own)");
+    say("  (and his key is not alice's, though it has the same name: every account has keys of its own)");
 
     title("4. A declined card is an answer; the provider is not asked again");
-    shop.step("a declined card", "carol", "order-1", (700, "declined"), 402).await?;
-    let replay = shop.step("the same request", "carol", "order-1", (700, "declined"), 402).await?;
+    shop.step("a declined card", "carol", order, (700, "declined"), 402).await?;
+    let replay = shop.step("the same request", "carol", order, (700, "declined"), 402).await?;
     expect(replay.replayed(), "a replay")?;
     let account = shop.check("carol", 0, 0).await?;
     expect(account.calls == 1, "one call to the provider")?;
 
     title("5. A time-out of the provider frees the key; the repeat charges");
-    let timeout = shop.step("the provider times out", "dave", "order-1", (300, "flaky"), 504).await?;
+    let timeout = shop.step("the provider times out", "dave", order, (300, "flaky"), 504).await?;
     expect(!timeout.replayed(), "no replay")?;
-    let retry = shop.step("the same request", "dave", "order-1", (300, "flaky"), 201).await?;
+    let retry = shop.step("the same request", "dave", order, (300, "flaky"), 201).await?;
     expect(!retry.replayed(), "no replay")?;
-    let replay = shop.step("the same request", "dave", "order-1", (300, "flaky"), 201).await?;
+    let replay = shop.step("the same request", "dave", order, (300, "flaky"), 201).await?;
     expect(replay.replayed(), "a replay")?;
     shop.check("dave", 1, 300).await?;
 

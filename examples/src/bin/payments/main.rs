@@ -18,12 +18,14 @@ mod problem;
 mod provider;
 
 use std::error::Error;
+use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use clap::Parser;
 use idem_core::executor::Executor;
 use idem_core::{KeyStore, MemoryStore};
+use idem_postgres::{Config, Maintenance, PostgresStore};
 use tokio::net::TcpListener;
 
 use crate::provider::Provider;
@@ -37,7 +39,7 @@ struct Arguments {
     /// Where to listen; port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:8080")]
     listen: SocketAddr,
-    /// Where the idempotency keys are kept.
+    /// Where the idempotency keys are kept: memory, or a URL: postgres://user@host/database.
     #[arg(long, default_value = "memory")]
     store: String,
 }
@@ -45,7 +47,8 @@ struct Arguments {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let arguments = Arguments::parse();
-    let executor = Executor::new(open(&arguments.store)?);
+    let store = Store::open(&arguments.store).await?;
+    let executor = Executor::new(store.keys.clone());
     let provider = Arc::new(Provider::default());
     let listen = if arguments.demo { SocketAddr::from(([127, 0, 0, 1], 0)) } else { arguments.listen };
     let listener = TcpListener::bind(listen).await?;
@@ -53,7 +56,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let server = axum::serve(listener, api::router(executor.clone(), provider));
     if arguments.demo {
         let server = tokio::spawn(server.into_future());
-        let result = demo::run(address, &arguments.store).await;
+        let result = demo::run(address, &store.shown()).await;
         server.abort();
         return result;
     }
@@ -64,11 +67,29 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The store of that name.
-fn open(store: &str) -> Result<Arc<dyn KeyStore>, Box<dyn Error>> {
-    match store {
-        "memory" => Ok(Arc::new(MemoryStore::new())),
-        other => Err(format!("there is no store '{other}' (there is: memory)").into()),
+/// Where the keys are kept, and what keeps it going.
+struct Store {
+    keys: Arc<dyn KeyStore>,
+    _maintenance: Option<Maintenance>,
+}
+
+impl Store {
+    async fn open(name: &str) -> Result<Self, Box<dyn Error>> {
+        if name == "memory" {
+            return Ok(Self { keys: Arc::new(MemoryStore::new()), _maintenance: None });
+        }
+        if name.starts_with("postgres://") || name.starts_with("postgresql://") {
+            let store = Arc::new(PostgresStore::connect_and_migrate(name, Config::default()).await?);
+            let maintenance = store.spawn_maintenance();
+            return Ok(Self { keys: store, _maintenance: Some(maintenance) });
+        }
+        // Not the name itself: it may hold a password.
+        Err("there is no such store: say memory, or postgres://…".into())
+    }
+
+    /// In words, without a password.
+    fn shown(&self) -> String {
+        self.keys.to_string()
     }
 }
 
@@ -79,8 +100,7 @@ async fn stop() {
     }
 }
 
-/// The one place that prints.
-#[expect(clippy::print_stdout, reason = "a program for the terminal")]
+/// The one place that prints. Whoever has stopped reading, such as `head`, misses nothing.
 fn say(line: &str) {
-    println!("{line}");
+    let _ = writeln!(std::io::stdout(), "{line}");
 }
