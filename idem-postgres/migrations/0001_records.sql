@@ -110,12 +110,12 @@ $$;
 -- Reserves the keys of a batch, which come in the order of scope and id, so that two batches wait for each other in one
 -- direction only. Durations are in microseconds.
 --
--- The first row answers for all keys that were absent: its `acquired` holds their tokens, in the order of the batch. Then
--- comes a row for each of the others.
+-- The first row answers for all keys that were absent: its `acquired` holds their places in the batch, from 1. Then comes
+-- a row for each of the others.
 CREATE FUNCTION {schema}.reserve(
     p_scopes text[], p_ids text[], p_tokens uuid[], p_fingerprints bytea[], p_leases bigint[], p_retentions bigint[],
     p_refusals bool[],
-    OUT acquired uuid[], OUT answer {schema}.answer
+    OUT acquired int[], OUT answer {schema}.answer
 )
 RETURNS SETOF record
 LANGUAGE plpgsql VOLATILE
@@ -132,6 +132,9 @@ DECLARE
     v_now timestamptz;
     v_hit record;
     v_old {schema}.records;
+    v_scopes text[];
+    v_ids text[];
+    v_tokens uuid[];
     v_next int := 1;
     v_rest int[];
     v_place int;
@@ -148,7 +151,7 @@ BEGIN
                 v_now + p_retentions[1] * interval '1 us')
             ON CONFLICT (scope, id, day) DO NOTHING;
             IF FOUND THEN
-                acquired := p_tokens;
+                acquired := '{1}';
                 RETURN NEXT;
                 RETURN;
             END IF;
@@ -170,21 +173,27 @@ BEGIN
             SELECT FROM {schema}.records r WHERE r.scope = u.scope AND r.id = u.id AND r.day < v_day
         )
         ON CONFLICT (scope, id, day) DO NOTHING
-        RETURNING token
+        RETURNING scope, id, token
     )
-    SELECT coalesce(array_agg(i.token), '{}') INTO acquired FROM inserted i;
-    RETURN NEXT;
-    IF cardinality(acquired) = cardinality(p_ids) THEN
+    SELECT array_agg(i.scope), array_agg(i.id), array_agg(i.token) INTO v_scopes, v_ids, v_tokens FROM inserted i;
+    IF cardinality(v_ids) = cardinality(p_ids) THEN
+        acquired := ARRAY(SELECT generate_series(1, cardinality(p_ids)));
+        RETURN NEXT;
         RETURN;
     END IF;
-    -- The others, one by one: those not among the inserted, which come in the order of the batch.
+    -- Which these are: they come in the order of the batch. By key and token, since a caller may use one token for several
+    -- keys.
+    acquired := '{}';
     FOR v_place IN 1 .. cardinality(p_ids) LOOP
-        IF v_next <= cardinality(acquired) AND acquired[v_next] = p_tokens[v_place] THEN
+        IF v_tokens[v_next] = p_tokens[v_place] AND v_ids[v_next] = p_ids[v_place] AND v_scopes[v_next] = p_scopes[v_place]
+        THEN
             v_next := v_next + 1;
+            acquired := acquired || v_place;
         ELSE
             v_rest := v_rest || v_place;
         END IF;
     END LOOP;
+    RETURN NEXT;
     acquired := NULL;
     -- A completed record is final, so it needs no lock.
     FOR v_hit IN
@@ -320,7 +329,9 @@ AS $$
 DECLARE
     v_day date;
     v_now timestamptz;
-    v_done uuid[];
+    v_scopes text[];
+    v_ids text[];
+    v_tokens uuid[];
     v_next int := 1;
     v_verdicts {schema}.verdict[];
 BEGIN
@@ -335,14 +346,17 @@ BEGIN
             AS u(kind, scope, id, token, duration, code, withheld, headers, body)
         WHERE u.kind = 'c' AND r.scope = u.scope AND r.id = u.id AND r.day = v_day
             AND r.token = u.token AND r.state = 'in progress' AND r.expires_at > v_now
-        RETURNING r.token
+        RETURNING r.scope, r.id, r.token
     )
-    SELECT coalesce(array_agg(u.token), '{}') INTO v_done FROM updated u;
-    IF cardinality(v_done) = cardinality(p_ids) THEN
+    SELECT array_agg(u.scope), array_agg(u.id), array_agg(u.token) INTO v_scopes, v_ids, v_tokens FROM updated u;
+    IF cardinality(v_ids) = cardinality(p_ids) THEN
         RETURN array_fill('ok'::{schema}.verdict, ARRAY[cardinality(p_ids)]);
     END IF;
     FOR v_place IN 1 .. cardinality(p_ids) LOOP
-        IF v_next <= cardinality(v_done) AND v_done[v_next] = p_tokens[v_place] AND p_kinds[v_place] = 'c' THEN
+        -- They come in the order of the batch. By key and token, since a caller may use one token for several keys.
+        IF p_kinds[v_place] = 'c' AND v_tokens[v_next] = p_tokens[v_place] AND v_ids[v_next] = p_ids[v_place]
+            AND v_scopes[v_next] = p_scopes[v_place]
+        THEN
             v_next := v_next + 1;
             v_verdicts[v_place] := 'ok';
         ELSE

@@ -182,7 +182,10 @@ impl<S: Send_> Work<S> {
             Ok(answers) => return answers,
             Err(error) => error,
         };
-        if calls.len() > 1 && error.class() != ErrorClass::Unknown && error.operation() != Operation::Setup {
+        // Not for trouble of the connection or the server, which each would meet again, one after the other.
+        let one_call_may_be_to_blame =
+            matches!(error.kind(), ErrorKind::Conflict | ErrorKind::Other | ErrorKind::Unreadable);
+        if calls.len() > 1 && one_call_may_be_to_blame && error.class() != ErrorClass::Unknown {
             let mut answers = Vec::with_capacity(calls.len());
             for call in calls {
                 answers.push(match self.statement(std::slice::from_ref(call)).await {

@@ -105,7 +105,7 @@ impl Statements {
         let rows = sqlx::query(AssertSqlSafe(self.reserve.clone()))
             .bind(of(|request| request.key.scope()))
             .bind(of(|request| request.key.id()))
-            .bind(&tokens)
+            .bind(tokens)
             .bind(fingerprints)
             .bind(leases)
             .bind(retentions)
@@ -118,7 +118,7 @@ impl Statements {
         }
         let mut answers: Vec<Option<Result<Reservation, StoreError>>> = requests.iter().map(|_| None).collect();
         for row in &rows {
-            read_answers(row, requests, &tokens, &mut answers)
+            read_answers(row, requests, &mut answers)
                 .map_err(|error| store_error(error, Stage::Execute, Operation::Reserve))?;
         }
         let missing = || Err(own_error(PostgresError::Column("answer"), Operation::Reserve));
@@ -201,26 +201,24 @@ impl Statements {
     }
 }
 
-/// Reads a row of `reserve`: the tokens of all keys that were absent, or the answer for one of the others.
+/// Reads a row of `reserve`: the places of all keys that were absent, or the answer for one of the others.
 fn read_answers(
     row: &PgRow,
     requests: &[Reserve],
-    tokens: &[Uuid],
     answers: &mut [Option<Result<Reservation, StoreError>>],
 ) -> Result<(), sqlx::Error> {
-    if let Some(acquired) = row.try_get::<Option<Vec<Uuid>>, _>(0)? {
-        let mut acquired = acquired.into_iter().peekable();
-        // In the order of the requests, with gaps.
-        for (place, request) in requests.iter().enumerate() {
-            if acquired.next_if(|token| *token == tokens[place]).is_some() {
-                let lease =
-                    Lease::new(request.key.clone(), request.token, 1, Origin::Fresh, micro_precise(request.retention));
-                answers[place] = Some(Ok(Reservation::Acquired(lease)));
+    let slot = |place: i32| usize::try_from(place - 1).unwrap_or(usize::MAX);
+    if let Some(acquired) = row.try_get::<Option<Vec<i32>>, _>(0)? {
+        for place in acquired.into_iter().map(slot) {
+            if let (Some(request), Some(answer)) = (requests.get(place), answers.get_mut(place)) {
+                let retention = micro_precise(request.retention);
+                let lease = Lease::new(request.key.clone(), request.token, 1, Origin::Fresh, retention);
+                *answer = Some(Ok(Reservation::Acquired(lease)));
             }
         }
         return Ok(());
     }
-    let place = usize::try_from(row.try_get::<i32, _>(1)? - 1).unwrap_or(usize::MAX);
+    let place = slot(row.try_get(1)?);
     let (Some(request), Some(answer)) = (requests.get(place), answers.get_mut(place)) else { return Ok(()) };
     let verdict: String = row.try_get(2)?;
     let record = |row| -> Result<Result<Record, PostgresError>, sqlx::Error> {

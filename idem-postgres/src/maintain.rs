@@ -138,6 +138,24 @@ impl PostgresStore {
         for row in over {
             let name: String = row.try_get(0).map_err(failed)?;
             let (attached, pending): (bool, bool) = (row.try_get(1).map_err(failed)?, row.try_get(2).map_err(failed)?);
+            // Looked at rather than trusted: another process may allow longer retentions than the one that closed the day.
+            let longest = run(format!("SELECT max(expires_at)::text FROM {schema}.\"{name}\""))
+                .fetch_one(&mut connection)
+                .await
+                .and_then(|row| row.try_get::<Option<String>, _>(0))
+                .map_err(failed)?;
+            if let Some(longest) = longest {
+                let lives = run(format!(
+                    "UPDATE {schema}.partitions p SET expires_at = '{longest}' WHERE p.name = '{name}' \
+                     AND '{longest}'::timestamptz > clock_timestamp() + (SELECT e.shift FROM {schema}.epoch e)"
+                ))
+                .execute(&mut connection)
+                .await
+                .map_err(failed)?;
+                if lives.rows_affected() > 0 {
+                    continue;
+                }
+            }
             if attached {
                 let how = if pending { "FINALIZE" } else { "CONCURRENTLY" };
                 let detach = format!("ALTER TABLE {schema}.records DETACH PARTITION {schema}.\"{name}\" {how}");

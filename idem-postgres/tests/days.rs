@@ -9,6 +9,7 @@ stores::tests! {
     a_day_that_is_over_is_dropped_and_nothing_before,
     a_record_moves_on_with_every_write,
     an_open_transaction_delays_the_change_of_day_and_nobody_else,
+    a_process_of_shorter_retention_drops_no_live_record,
 }
 
 use std::collections::HashMap;
@@ -217,4 +218,25 @@ async fn an_open_transaction_delays_the_change_of_day_and_nobody_else() {
     }
     open.rollback().await.unwrap();
     assert!(store.maintain().await.unwrap().day_changed);
+}
+
+/// The process that does the maintenance may be set up otherwise than the one that has written.
+async fn a_process_of_shorter_retention_drops_no_live_record() {
+    let config = fresh_config();
+    let (pool, short) = opened(&config).await;
+    let (_, long) = opened(&config.clone().with_max_retention(4 * DAY)).await;
+    let request = Reserve::new(Key::new("days", "kept").unwrap()).with_retention(4 * DAY);
+    let Reservation::Acquired(lease) = long.reserve(&request).await.unwrap() else { panic!() };
+    long.complete(&lease, &Outcome::new(200, "kept")).await.unwrap();
+    for day in 1..=3 {
+        advance(&pool, &config, DAY).await.unwrap();
+        short.maintain().await.unwrap();
+        let record = long.fetch(&lease.key).await.unwrap();
+        assert!(record.is_some(), "dropped after {day} days");
+        assert!(matches!(long.reserve(&request).await.unwrap(), Reservation::Completed(_)));
+    }
+    advance(&pool, &config, DAY).await.unwrap();
+    advance(&pool, &config, Duration::from_secs(60)).await.unwrap();
+    assert!(short.maintain().await.unwrap().dropped >= 1);
+    assert_eq!(number(&pool, &config, "SELECT count(*) FROM {schema}.records").await, 0);
 }

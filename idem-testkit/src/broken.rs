@@ -63,6 +63,8 @@ faults! {
     BatchLastOutcomeWins => "r07_a_key_twice_in_a_batch_of_completes_gets_one_outcome";
     /// A batch takes expired records for live ones.
     BatchSeesExpired => "r09_expired_records_are_absent_for_a_batch";
+    /// A batch finds out by the tokens which of its requests were given their keys.
+    BatchGoesByToken => "r06_a_batch_goes_by_its_keys_and_not_by_its_tokens";
     /// Answers of a batch are in another order than its requests.
     BatchOutOfOrder => "r02_a_batch_of_reserves_answers_each_on_its_own";
     /// The fingerprint is compared once the record is completed, not before.
@@ -860,6 +862,17 @@ impl KeyStore for BrokenStore {
         }
         if self.has(Fault::BatchOutOfOrder) {
             answers.reverse();
+        }
+        if self.has(Fault::BatchGoesByToken) {
+            // The tokens of those that were acquired, matched with the requests in their order.
+            let acquired = answers.iter().filter(|answer| matches!(answer, Ok(Reservation::Acquired(_)))).count();
+            for (answer, request) in answers.iter_mut().zip(requests).take(acquired) {
+                if request.token == requests[0].token {
+                    let origin = Origin::Fresh;
+                    let lease = Lease::new(request.key.clone(), request.token, 1, origin, request.retention);
+                    *answer = Ok(Reservation::Acquired(lease));
+                }
+            }
         }
         answers
     }

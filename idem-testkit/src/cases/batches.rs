@@ -2,13 +2,14 @@
 
 use std::time::Duration;
 
-use idem_core::{ErrorKind, Failure, KeyStore, Lease, Origin, Outcome, Reservation, Reserve};
+use idem_core::{ErrorKind, Failure, KeyStore, Lease, Origin, Outcome, Reservation, Reserve, Token};
 
 use super::cases;
 use crate::context::{Ctx, expect_error, prints, refusing, stranger};
 use crate::verdict::{Failed, Verdict, ensure, ensure_eq, ensure_is};
 
 cases! {
+    R6 r06_a_batch_goes_by_its_keys_and_not_by_its_tokens [once];
     R2 r02_a_batch_of_reserves_answers_each_on_its_own;
     R1 r01_a_key_twice_in_a_batch_is_acquired_once;
     R6 r06_a_batch_of_completes_is_fenced_each_on_its_own;
@@ -198,6 +199,44 @@ async fn r09_expired_records_are_absent_for_a_batch(ctx: &Ctx) -> Verdict {
     for answer in ctx.store.reserve_many(&requests).await {
         let lease = ensure_is!(answer?, Reservation::Acquired(lease) => lease, "an expired record in a batch");
         ensure_eq!((lease.attempt, lease.origin), (1, Origin::Fresh), "the attempt after the record expired");
+    }
+    Ok(())
+}
+
+/// Nothing keeps a caller from using one token for several keys.
+async fn r06_a_batch_goes_by_its_keys_and_not_by_its_tokens(ctx: &Ctx) -> Verdict {
+    let token = Token::random();
+    let keys = (0..6).map(|at| ctx.key(&format!("k{at}"))).collect::<Verdict<Vec<_>>>()?;
+    let began = ctx.now();
+    // The first, the third and the fifth are another's.
+    for key in keys.iter().step_by(2) {
+        ctx.acquire(key).await?;
+    }
+    let requests: Vec<Reserve> = keys.iter().map(|key| ctx.request(key).with_token(token)).collect();
+    let answers = ctx.store.reserve_many(&requests).await;
+    ctx.in_time(began, ctx.scale.lease)?;
+    ensure_eq!(answers.len(), keys.len(), "the answers of a batch");
+    let mut calls = Vec::new();
+    for (at, answer) in answers.into_iter().enumerate() {
+        match answer? {
+            Reservation::Acquired(lease) if at % 2 == 1 => calls.push((lease, Outcome::new(200, at.to_string()))),
+            Reservation::InProgress { .. } if at % 2 == 0 => {
+                let lease = Lease::new(keys[at].clone(), token, 1, Origin::Fresh, ctx.scale.retention);
+                calls.push((lease, Outcome::new(200, "intruder")));
+            }
+            other => return Err(Failed::Broken(format!("key {at} of a batch with one token was told {other:?}"))),
+        }
+    }
+    for (at, answer) in ctx.store.complete_many(&calls).await.into_iter().enumerate() {
+        if at % 2 == 0 {
+            expect_error(answer, ErrorKind::LeaseLost, "completing another's key")?;
+        } else {
+            answer?;
+        }
+    }
+    for (at, key) in keys.iter().enumerate() {
+        let outcome = ctx.record(key).await?.outcome().cloned();
+        ensure_eq!(outcome, (at % 2 == 1).then(|| Outcome::new(200, at.to_string())), "the outcome of key {at}");
     }
     Ok(())
 }
