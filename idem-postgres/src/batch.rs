@@ -21,7 +21,7 @@ use crate::error::{STORE, Stage, store_error};
 
 /// How a kind of call is sent.
 #[async_trait]
-pub(crate) trait Send_: fmt::Debug + Send + Sync + 'static {
+pub(crate) trait Batched: fmt::Debug + Send + Sync + 'static {
     /// One call.
     type Call: Send + Sync + Clone + 'static;
     /// What it is answered.
@@ -43,21 +43,21 @@ pub(crate) trait Send_: fmt::Debug + Send + Sync + 'static {
     ) -> Result<Vec<Result<Self::Answer, StoreError>>, StoreError>;
 }
 
-struct Job<S: Send_> {
+struct Job<S: Batched> {
     call: S::Call,
     reply: oneshot::Sender<Result<S::Answer, StoreError>>,
     /// Set by whoever comes first: the task that sends it, or the caller that gives it up.
     taken: Arc<AtomicBool>,
 }
 
-pub(crate) struct Batcher<S: Send_> {
+pub(crate) struct Batcher<S: Batched> {
     queue: mpsc::Sender<Job<S>>,
     work: Arc<Work<S>>,
+    /// They end with the queue, after its last sender; calls under way are answered first.
     tasks: Mutex<Vec<JoinHandle<()>>>,
-    statements: usize,
 }
 
-struct Work<S: Send_> {
+struct Work<S: Batched> {
     sender: S,
     pool: PgPool,
     queue: tokio::sync::Mutex<mpsc::Receiver<Job<S>>>,
@@ -65,14 +65,13 @@ struct Work<S: Send_> {
     call_timeout: Duration,
 }
 
-impl<S: Send_> Batcher<S> {
+impl<S: Batched> Batcher<S> {
     pub(crate) fn new(sender: S, pool: PgPool, batching: Batching, call_timeout: Duration) -> Self {
         let (queue, jobs) = mpsc::channel(batching.queue.clamp(1, 1 << 24));
         Self {
             queue,
             work: Arc::new(Work { sender, pool, queue: tokio::sync::Mutex::new(jobs), batching, call_timeout }),
             tasks: Mutex::default(),
-            statements: batching.statements.max(1),
         }
     }
 
@@ -82,7 +81,8 @@ impl<S: Send_> Batcher<S> {
         if tasks.iter().any(|task| !task.is_finished()) {
             return;
         }
-        *tasks = (0..self.statements).map(|_| tokio::spawn(Arc::clone(&self.work).run())).collect();
+        let statements = self.work.batching.statements.max(1);
+        *tasks = (0..statements).map(|_| tokio::spawn(Arc::clone(&self.work).run())).collect();
     }
 
     /// Sends a call with whatever others there are, within the time that a call may take.
@@ -138,7 +138,7 @@ impl<S: Send_> Batcher<S> {
     }
 }
 
-impl<S: Send_> Work<S> {
+impl<S: Batched> Work<S> {
     async fn run(self: Arc<Self>) {
         while let Some(mut jobs) = self.next().await {
             jobs.sort_by(|a, b| S::sort_key(&a.call).cmp(&S::sort_key(&b.call)));
@@ -220,18 +220,11 @@ fn copy(error: &StoreError, operation: Operation) -> StoreError {
     StoreError::new(error.kind(), STORE, operation).with_class(error.class()).with_context(error.to_string())
 }
 
-impl<S: Send_> fmt::Debug for Batcher<S> {
+impl<S: Batched> fmt::Debug for Batcher<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Batcher")
             .field("sender", &self.work.sender)
             .field("batching", &self.work.batching)
             .finish_non_exhaustive()
-    }
-}
-
-impl<S: Send_> Drop for Batcher<S> {
-    fn drop(&mut self) {
-        // The queue ends with its last sender; calls under way are answered first.
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 }

@@ -1,6 +1,7 @@
 //! The store: a thin front of the batchers.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -11,10 +12,9 @@ use idem_core::{
 };
 use sqlx::PgPool;
 use sqlx::postgres::{PgConnection, PgPoolOptions};
-use std::sync::Arc;
 use tokio::time::timeout;
 
-use crate::batch::{Batcher, Send_};
+use crate::batch::{Batched, Batcher};
 use crate::calls::{Settle, Statements};
 use crate::config::Config;
 use crate::error::{STORE, Stage, store_error};
@@ -184,7 +184,7 @@ impl KeyStore for PostgresStore {
 }
 
 /// Sends the calls that were found good, and answers for all in their order.
-async fn forward<S: Send_, T>(
+async fn forward<S: Batched, T>(
     batcher: &Batcher<S>,
     calls: &[T],
     checked: Vec<Result<(), StoreError>>,
@@ -219,7 +219,7 @@ impl fmt::Display for PostgresStore {
 struct Reserves(Arc<Statements>);
 
 #[async_trait]
-impl Send_ for Reserves {
+impl Batched for Reserves {
     type Call = Reserve;
     type Answer = Reservation;
 
@@ -248,7 +248,7 @@ impl Send_ for Reserves {
 struct Settles(Arc<Statements>);
 
 #[async_trait]
-impl Send_ for Settles {
+impl Batched for Settles {
     type Call = (Lease, Settle);
     type Answer = ();
 

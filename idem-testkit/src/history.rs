@@ -1,11 +1,8 @@
 //! Random concurrent histories: what clients called, when, and what they were told.
 
 use std::fmt;
-use std::future::{Future, poll_fn};
-use std::pin::pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::Poll;
 use std::time::Duration;
 
 use idem_core::{
@@ -19,7 +16,7 @@ use tokio::task::JoinSet;
 use crate::checker;
 use crate::context::Ctx;
 use crate::harness::Time;
-use crate::probe::{show, shown};
+use crate::probe::{dropped, show, shown};
 use crate::verdict::{Failed, Verdict};
 
 /// A call to the store.
@@ -256,7 +253,7 @@ impl Worker {
                 None
             }
             Way::Dropped(polls) => {
-                drop_after(send(&*self.store, &call), polls).await;
+                dropped(send(&*self.store, &call), polls).await;
                 None
             }
         };
@@ -288,19 +285,6 @@ async fn send(store: &dyn KeyStore, call: &Call) -> Result<Answer, StoreError> {
         Call::Renew(lease, extend_by) => store.renew(lease, *extend_by).await.map(|()| Answer::Done),
         Call::Fetch(key) => store.fetch(key).await.map(|record| Answer::Fetched(record.map(Box::new))),
     }
-}
-
-async fn drop_after<T>(call: impl Future<Output = T>, polls: u32) {
-    let mut call = pin!(call);
-    let mut left = polls;
-    let polled = poll_fn(|cx| {
-        if left == 0 {
-            return Poll::Ready(());
-        }
-        left -= 1;
-        call.as_mut().poll(cx).map(drop)
-    });
-    let _ = tokio::time::timeout(Duration::from_millis(u64::from(polls)), polled).await;
 }
 
 impl fmt::Display for Event {

@@ -2,8 +2,10 @@
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -234,4 +236,18 @@ fn short(id: &str) -> String {
         Some((at, _)) => format!("{}… ({} bytes)", &id[..at], id.len()),
         None => id.to_owned(),
     }
+}
+
+/// Polls a call a few times and drops it, as a time-out or a client that hangs up does.
+pub(crate) async fn dropped<T>(call: impl Future<Output = T>, polls: u32) -> Option<T> {
+    let mut call = pin!(call);
+    let mut left = polls;
+    let polled = poll_fn(|cx| {
+        if left == 0 {
+            return Poll::Ready(None);
+        }
+        left -= 1;
+        call.as_mut().poll(cx).map(Some)
+    });
+    tokio::time::timeout(Duration::from_millis(u64::from(polls)), polled).await.ok().flatten()
 }

@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 
 use super::cases;
 use crate::context::{Ctx, expect_error, note};
+use crate::probe::dropped;
 use crate::verdict::{Failed, Verdict, ensure, ensure_eq, ensure_is};
 
 cases! {
@@ -172,20 +173,6 @@ async fn r13_errors_of_input_are_permanent(ctx: &Ctx) -> Verdict {
         ensure_is!(ctx.store.complete(&lease, &Outcome::new(200, "")).await, Err(error) => error, "a lost lease");
     ensure_eq!((error.kind(), error.class()), (ErrorKind::LeaseLost, ErrorClass::Permanent), "kind and class");
     Ok(())
-}
-
-/// Polls a call a few times and drops it, as a time-out or a client that hangs up does.
-async fn dropped<T>(call: impl Future<Output = T>, polls: u32) -> Option<T> {
-    let mut call = pin!(call);
-    let mut left = polls;
-    let polled = poll_fn(|cx| {
-        if left == 0 {
-            return Poll::Ready(None);
-        }
-        left -= 1;
-        call.as_mut().poll(cx).map(Some)
-    });
-    tokio::time::timeout(Duration::from_millis(u64::from(polls)), polled).await.ok().flatten()
 }
 
 async fn r14_a_dropped_call_is_done_or_not_done(ctx: &Ctx) -> Verdict {
