@@ -43,7 +43,8 @@ CREATE TABLE {schema}.records (
     withheld smallint,
     headers bytea,
     body bytea,
-    PRIMARY KEY (scope, id, day)
+    -- The id first: it tells more at the first look.
+    PRIMARY KEY (id, scope, day)
 ) PARTITION BY RANGE (day);
 
 -- Bodies are compressed already or not worth it.
@@ -72,20 +73,6 @@ CREATE TYPE {schema}.answer AS (
     record {schema}.records
 );
 
--- The first step of everything that writes: nobody changes the day until the transaction is over, and the row that is
--- read behind the lock is of a snapshot taken after it. Without this, a key could be reserved in two days' partitions.
-CREATE FUNCTION {schema}.enter(OUT day date, OUT now timestamptz)
-LANGUAGE plpgsql VOLATILE
-AS $$
-BEGIN
-    PERFORM pg_catalog.pg_advisory_xact_lock_shared({lock});
-    SELECT e.day, pg_catalog.clock_timestamp() + e.shift INTO enter.day, enter.now FROM {schema}.epoch e;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'idem: the epoch row is missing' USING ERRCODE = 'data_corrupted';
-    END IF;
-END
-$$;
-
 -- Writes a record in the epoch day's partition, wherever the one that it replaces was.
 CREATE FUNCTION {schema}.put(was date, r {schema}.records)
 RETURNS void
@@ -107,14 +94,20 @@ BEGIN
 END
 $$;
 
--- Reserves the keys of a batch, which come in the order of scope and id, so that two batches wait for each other in one
--- direction only. Durations are in microseconds.
+-- `reserve` and `settle` begin alike. With the first step nobody changes the day until the transaction is over, and the
+-- epoch row that is read behind the lock is of a snapshot taken after it: without this, a key could be reserved in two
+-- days' partitions. From then on they wait for others' transactions no longer than p_patience, if that is given.
+--
+-- Both get the calls of a batch in the order of id and scope, so that two batches wait for each other in one direction
+-- only.
+
+-- Reserves the keys of a batch. Durations are in microseconds.
 --
 -- The first row answers for all keys that were absent: its `acquired` holds their places in the batch, from 1. Then comes
 -- a row for each of the others.
 CREATE FUNCTION {schema}.reserve(
     p_scopes text[], p_ids text[], p_tokens uuid[], p_fingerprints bytea[], p_leases bigint[], p_retentions bigint[],
-    p_refusals bool[],
+    p_refusals bool[], p_patience text,
     OUT acquired int[], OUT answer {schema}.answer
 )
 RETURNS SETOF record
@@ -130,6 +123,7 @@ AS $$
 DECLARE
     v_day date;
     v_now timestamptz;
+    v_set text;
     v_hit record;
     v_old {schema}.records;
     v_scopes text[];
@@ -139,7 +133,11 @@ DECLARE
     v_rest int[];
     v_place int;
 BEGIN
-    SELECT e.day, e.now INTO v_day, v_now FROM {schema}.enter() e;
+    PERFORM pg_advisory_xact_lock_shared({lock});
+    SELECT e.day, clock_timestamp() + e.shift INTO STRICT v_day, v_now FROM {schema}.epoch e;
+    IF p_patience IS NOT NULL THEN
+        v_set := set_config('lock_timeout', p_patience, true);
+    END IF;
     IF cardinality(p_ids) = 1 THEN
         -- A key that comes alone, without the machinery of a set.
         PERFORM FROM {schema}.records r WHERE r.scope = p_scopes[1] AND r.id = p_ids[1] AND r.day < v_day;
@@ -149,7 +147,7 @@ BEGIN
             VALUES (v_day, p_scopes[1], p_ids[1], 'in progress', 1, p_tokens[1], p_fingerprints[1], 'fresh',
                 p_retentions[1] * interval '1 us', v_now, v_now, v_now, v_now + p_leases[1] * interval '1 us',
                 v_now + p_retentions[1] * interval '1 us')
-            ON CONFLICT (scope, id, day) DO NOTHING;
+            ON CONFLICT (id, scope, day) DO NOTHING;
             IF FOUND THEN
                 acquired := '{1}';
                 RETURN NEXT;
@@ -172,7 +170,7 @@ BEGIN
         WHERE NOT EXISTS (
             SELECT FROM {schema}.records r WHERE r.scope = u.scope AND r.id = u.id AND r.day < v_day
         )
-        ON CONFLICT (scope, id, day) DO NOTHING
+        ON CONFLICT (id, scope, day) DO NOTHING
         RETURNING scope, id, token
     )
     SELECT array_agg(i.scope), array_agg(i.id), array_agg(i.token) INTO v_scopes, v_ids, v_tokens FROM inserted i;
@@ -240,7 +238,7 @@ BEGIN
             created_at, started_at, updated_at, lease_until, expires_at)
         VALUES (v_day, v_scope, v_id, 'in progress', 1, v_token, v_fingerprint, 'fresh', v_retention,
             v_now, v_now, v_now, v_now + v_lease, v_now + v_retention)
-        ON CONFLICT (scope, id, day) DO NOTHING
+        ON CONFLICT (id, scope, day) DO NOTHING
         RETURNING * INTO r;
         IF FOUND THEN
             RETURN (v_place, 'acquired', v_now, r)::{schema}.answer;
@@ -308,13 +306,13 @@ BEGIN
 END
 $$;
 
--- The calls of a batch under a lease, in the order of scope and id. The kinds: 'c' completes, 'f' fails, 'r' renews.
+-- The calls of a batch under a lease. The kinds: 'c' completes, 'f' fails, 'r' renews.
 -- Durations, in microseconds, are the retention, and for a renewal the extension.
 --
 -- Answers a verdict for each call.
 CREATE FUNCTION {schema}.settle(
     p_kinds "char"[], p_scopes text[], p_ids text[], p_tokens uuid[], p_durations bigint[], p_codes int[],
-    p_withhelds smallint[], p_headers bytea[], p_bodies bytea[], p_failures text[]
+    p_withhelds smallint[], p_headers bytea[], p_bodies bytea[], p_failures text[], p_patience text
 )
 RETURNS {schema}.verdict[]
 LANGUAGE plpgsql VOLATILE
@@ -329,14 +327,34 @@ AS $$
 DECLARE
     v_day date;
     v_now timestamptz;
+    v_set text;
     v_scopes text[];
     v_ids text[];
     v_tokens uuid[];
     v_next int := 1;
     v_verdicts {schema}.verdict[];
 BEGIN
-    SELECT e.day, e.now INTO v_day, v_now FROM {schema}.enter() e;
-    -- What is to be expected: completes of this day's records.
+    PERFORM pg_advisory_xact_lock_shared({lock});
+    SELECT e.day, clock_timestamp() + e.shift INTO STRICT v_day, v_now FROM {schema}.epoch e;
+    IF p_patience IS NOT NULL THEN
+        v_set := set_config('lock_timeout', p_patience, true);
+    END IF;
+    -- What is to be expected: completes of this day's records. First of one alone, without the machinery of a set.
+    IF cardinality(p_ids) = 1 THEN
+        IF p_kinds[1] = 'c' THEN
+            UPDATE {schema}.records r
+            SET state = 'completed', code = p_codes[1], withheld = p_withhelds[1], headers = p_headers[1],
+                body = p_bodies[1], updated_at = v_now, retention = p_durations[1] * interval '1 us',
+                expires_at = v_now + p_durations[1] * interval '1 us'
+            WHERE r.scope = p_scopes[1] AND r.id = p_ids[1] AND r.day = v_day
+                AND r.token = p_tokens[1] AND r.state = 'in progress' AND r.expires_at > v_now;
+            IF FOUND THEN
+                RETURN '{ok}';
+            END IF;
+        END IF;
+        RETURN ARRAY[{schema}.settle_one(v_day, v_now, p_kinds[1], p_scopes[1], p_ids[1], p_tokens[1],
+            p_durations[1] * interval '1 us', p_codes[1], p_withhelds[1], p_headers[1], p_bodies[1], p_failures[1])];
+    END IF;
     WITH updated AS (
         UPDATE {schema}.records r
         SET state = 'completed', code = u.code, withheld = u.withheld, headers = u.headers, body = u.body,
@@ -446,7 +464,8 @@ BEGIN
     END IF;
     EXECUTE pg_catalog.format(
         'CREATE TABLE {schema}.%I (LIKE {schema}.records INCLUDING DEFAULTS INCLUDING STORAGE) '
-        'WITH (fillfactor = 70)', v_name);
+        -- Room for the outcomes: a completed record stays on its page, and its index entries need no change.
+        'WITH (fillfactor = 30)', v_name);
     EXECUTE pg_catalog.format(
         'ALTER TABLE {schema}.records ATTACH PARTITION {schema}.%I FOR VALUES FROM (%L) TO (%L)', v_name, v_day, v_day + 1);
     INSERT INTO {schema}.partitions (day, name) VALUES (v_day, v_name);

@@ -1,20 +1,25 @@
 //! Gathers concurrent calls into one statement.
 //!
-//! A few tasks take calls from one queue: each takes what is there, sends it, and answers. While all are busy, the queue
-//! grows, and the next of them takes more at once. There is no timer, and a call that comes alone goes out alone.
+//! So many statements may be under way at once. While there are fewer, a call is sent at once, by its caller. While there
+//! are not, calls queue, and when one of the statements is done, those that have come go out together. There is no timer.
+//!
+//! A key may be held by a transaction of somebody's, for longer than a batch can wait. Then the server refuses the batch, its
+//! calls go out again in parts until the one is found, and that one is sent by itself until it gets through or its time is
+//! over. Meanwhile no other call for that key is put in a batch.
 
-use std::fmt;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use std::{fmt, slice};
 
 use async_trait::async_trait;
-use idem_core::{ErrorClass, ErrorKind, Operation, StoreError};
+use idem_core::{ErrorClass, ErrorKind, Key, Operation, StoreError};
 use sqlx::PgPool;
 use sqlx::postgres::PgConnection;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use crate::config::Batching;
 use crate::error::{STORE, Stage, store_error};
@@ -32,15 +37,20 @@ pub(crate) trait Batched: fmt::Debug + Send + Sync + 'static {
     /// Bytes that the call counts in a statement.
     fn size(call: &Self::Call) -> usize;
 
-    /// Puts the calls in the order in which statements lock.
-    fn sort_key(call: &Self::Call) -> (&str, &str);
+    fn key(call: &Self::Call) -> &Key;
 
-    /// Sends the calls, which are sorted, as one statement.
+    /// Sends the calls, which are in the order of [`in_order`], as one statement. It waits for others' transactions for a
+    /// while only, and fails with a conflict then.
     async fn send(
         &self,
         connection: &mut PgConnection,
         calls: &[Self::Call],
     ) -> Result<Vec<Result<Self::Answer, StoreError>>, StoreError>;
+}
+
+/// The order in which every statement locks, which is that of the index.
+fn in_order(a: &Key, b: &Key) -> std::cmp::Ordering {
+    (a.id(), a.scope()).cmp(&(b.id(), b.scope()))
 }
 
 struct Job<S: Batched> {
@@ -53,8 +63,8 @@ struct Job<S: Batched> {
 pub(crate) struct Batcher<S: Batched> {
     queue: mpsc::Sender<Job<S>>,
     work: Arc<Work<S>>,
-    /// They end with the queue, after its last sender; calls under way are answered first.
-    tasks: Mutex<Vec<JoinHandle<()>>>,
+    /// The task that takes from the queue. It ends with the queue, after its last sender.
+    task: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Work<S: Batched> {
@@ -63,30 +73,66 @@ struct Work<S: Batched> {
     queue: tokio::sync::Mutex<mpsc::Receiver<Job<S>>>,
     batching: Batching,
     call_timeout: Duration,
+    /// One for each statement that may be under way.
+    slots: Arc<Semaphore>,
+    /// The keys that somebody else's transaction holds, and whoever waits for one: one at a time has a statement.
+    held: Mutex<HashMap<Key, usize>>,
+    some_held: AtomicBool,
+    turn: Semaphore,
 }
 
 impl<S: Batched> Batcher<S> {
     pub(crate) fn new(sender: S, pool: PgPool, batching: Batching, call_timeout: Duration) -> Self {
         let (queue, jobs) = mpsc::channel(batching.queue.clamp(1, 1 << 24));
-        Self {
-            queue,
-            work: Arc::new(Work { sender, pool, queue: tokio::sync::Mutex::new(jobs), batching, call_timeout }),
-            tasks: Mutex::default(),
-        }
+        let statements = batching.statements.clamp(1, Semaphore::MAX_PERMITS);
+        let work = Work {
+            sender,
+            pool,
+            queue: tokio::sync::Mutex::new(jobs),
+            batching,
+            call_timeout,
+            slots: Arc::new(Semaphore::new(statements)),
+            held: Mutex::default(),
+            some_held: AtomicBool::new(false),
+            turn: Semaphore::new(1),
+        };
+        Self { queue, work: Arc::new(work), task: Mutex::default() }
     }
 
-    /// Starts the tasks with the first call, and again where their runtime has gone.
+    /// Starts the task with the first call that waits, and again where its runtime has gone.
     fn start(&self) {
-        let mut tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        if tasks.iter().any(|task| !task.is_finished()) {
-            return;
+        let mut task = self.task.lock().unwrap_or_else(PoisonError::into_inner);
+        if task.as_ref().is_none_or(JoinHandle::is_finished) {
+            *task = Some(tokio::spawn(Arc::clone(&self.work).run()));
         }
-        let statements = self.work.batching.statements.max(1);
-        *tasks = (0..statements).map(|_| tokio::spawn(Arc::clone(&self.work).run())).collect();
     }
 
     /// Sends a call with whatever others there are, within the time that a call may take.
     pub(crate) async fn call(&self, call: S::Call) -> Result<S::Answer, StoreError> {
+        let deadline = Instant::now() + self.work.call_timeout;
+        let answer = match self.free_slot(&call) {
+            // Sent from here, without a way through another task.
+            Some(_slot) => {
+                let answers = self.work.statement(slice::from_ref(&call), deadline).await;
+                answers.and_then(|mut answers| answers.pop().unwrap_or_else(|| Err(missing::<S>(&call))))
+            }
+            None => self.enqueue(call.clone(), deadline).await,
+        };
+        match answer {
+            Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(&call, deadline).await,
+            answer => answer,
+        }
+    }
+
+    /// A slot for a call that nobody waits before.
+    fn free_slot(&self, call: &S::Call) -> Option<SemaphorePermit<'_>> {
+        if self.queue.capacity() < self.queue.max_capacity() || self.work.is_held(call) {
+            return None;
+        }
+        self.work.slots.try_acquire().ok()
+    }
+
+    async fn enqueue(&self, call: S::Call, deadline: Instant) -> Result<S::Answer, StoreError> {
         let operation = S::operation(&call);
         let (reply, answer) = oneshot::channel();
         let taken = Arc::new(AtomicBool::new(false));
@@ -97,22 +143,20 @@ impl<S: Batched> Batcher<S> {
                 .with_context("too many calls wait for their turn")
         })?;
         self.start();
-        match timeout(self.work.call_timeout, answer).await {
+        match timeout_at(deadline, answer).await {
             Ok(Ok(answer)) => answer,
-            // The runtime of the tasks was shut down.
+            // The runtime of the task was shut down.
             Ok(Err(_)) => Err(StoreError::new(ErrorKind::Unavailable, STORE, operation)),
-            Err(_) => {
-                let sent = taken.swap(true, Ordering::AcqRel);
-                let class = if sent { ErrorClass::Unknown } else { ErrorClass::Retryable };
-                Err(StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(class))
-            }
+            Err(_) if taken.swap(true, Ordering::AcqRel) => Err(StoreError::new(ErrorKind::Timeout, STORE, operation)),
+            Err(_) => Err(too_late(operation)),
         }
     }
 
     /// Sends these calls as statements of their own, as few as the limits allow. An answer each, in their order.
     pub(crate) async fn call_many(&self, calls: Vec<S::Call>) -> Vec<Result<S::Answer, StoreError>> {
+        let deadline = Instant::now() + self.work.call_timeout;
         let mut order: Vec<usize> = (0..calls.len()).collect();
-        order.sort_by(|a, b| S::sort_key(&calls[*a]).cmp(&S::sort_key(&calls[*b])));
+        order.sort_by(|a, b| in_order(S::key(&calls[*a]), S::key(&calls[*b])));
         let mut answers: Vec<Option<Result<S::Answer, StoreError>>> = calls.iter().map(|_| None).collect();
         let mut rest = &order[..];
         while let Some(first) = rest.first() {
@@ -129,82 +173,124 @@ impl<S: Batched> Batcher<S> {
             let (now, later) = rest.split_at(count);
             rest = later;
             let batch: Vec<S::Call> = now.iter().map(|at| calls[*at].clone()).collect();
-            for (at, answer) in now.iter().zip(self.work.send(&batch).await) {
+            for (at, answer) in now.iter().zip(self.work.send(&batch, deadline).await) {
                 answers[*at] = Some(answer);
             }
         }
-        let missing = |call: &S::Call| Err(StoreError::new(ErrorKind::Other, STORE, S::operation(call)));
-        answers.into_iter().zip(&calls).map(|(answer, call)| answer.unwrap_or_else(|| missing(call))).collect()
+        let mut all = Vec::with_capacity(calls.len());
+        for (call, answer) in calls.iter().zip(answers) {
+            all.push(match answer.unwrap_or_else(|| Err(missing::<S>(call))) {
+                Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(call, deadline).await,
+                answer => answer,
+            });
+        }
+        all
     }
 }
 
 impl<S: Batched> Work<S> {
     async fn run(self: Arc<Self>) {
-        while let Some(mut jobs) = self.next().await {
-            jobs.sort_by(|a, b| S::sort_key(&a.call).cmp(&S::sort_key(&b.call)));
-            let (calls, replies): (Vec<_>, Vec<_>) = jobs.into_iter().map(|job| (job.call, job.reply)).unzip();
-            for (reply, answer) in replies.into_iter().zip(self.send(&calls).await) {
-                // A caller that has gone is told nothing.
-                drop(reply.send(answer));
-            }
+        let mut queue = self.queue.lock().await;
+        let mut next = None;
+        loop {
+            let first = match next.take() {
+                Some(job) => job,
+                None => match queue.recv().await {
+                    Some(job) => job,
+                    None => return,
+                },
+            };
+            let Ok(slot) = Arc::clone(&self.slots).acquire_owned().await else { return };
+            let jobs;
+            (jobs, next) = self.gather(first, &mut queue);
+            let work = Arc::clone(&self);
+            tokio::spawn(async move {
+                work.answer(jobs).await;
+                drop(slot);
+            });
         }
     }
 
-    /// The jobs to send together; `None` when there will be no more.
-    async fn next(&self) -> Option<Vec<Job<S>>> {
-        let mut queue = self.queue.lock().await;
+    /// What is sent together: this job and those that have come meanwhile; and the first that is too much.
+    fn gather(&self, first: Job<S>, queue: &mut mpsc::Receiver<Job<S>>) -> (Vec<Job<S>>, Option<Job<S>>) {
         let mut jobs = Vec::new();
         let mut bytes = 0;
-        loop {
-            let job = if jobs.is_empty() {
-                queue.recv().await?
-            } else {
-                if jobs.len() >= self.batching.calls || bytes >= self.batching.bytes {
-                    return Some(jobs);
-                }
-                match queue.try_recv() {
-                    Ok(job) => job,
-                    Err(_) => return Some(jobs),
-                }
-            };
-            // One that was given up is not sent.
-            if !job.reply.is_closed() && !job.taken.swap(true, Ordering::AcqRel) {
-                bytes += S::size(&job.call);
-                jobs.push(job);
+        let mut candidate = Some(first);
+        while let Some(job) = candidate {
+            bytes += S::size(&job.call);
+            if !jobs.is_empty() && bytes > self.batching.bytes {
+                return (jobs, Some(job));
             }
+            jobs.push(job);
+            if jobs.len() >= self.batching.calls {
+                break;
+            }
+            candidate = queue.try_recv().ok();
+        }
+        (jobs, None)
+    }
+
+    async fn answer(&self, mut jobs: Vec<Job<S>>) {
+        // One that was given up is not sent, and one whose key is held would hold up the others.
+        jobs.retain(|job| !job.reply.is_closed() && !job.taken.swap(true, Ordering::AcqRel));
+        let mut replies = Vec::with_capacity(jobs.len());
+        jobs.sort_by(|a, b| in_order(S::key(&a.call), S::key(&b.call)));
+        let mut calls = Vec::with_capacity(jobs.len());
+        for Job { call, reply, .. } in jobs {
+            if self.is_held(&call) {
+                drop(reply.send(Err(StoreError::new(ErrorKind::Conflict, STORE, S::operation(&call)))));
+            } else {
+                calls.push(call);
+                replies.push(reply);
+            }
+        }
+        let answers = self.send(&calls, Instant::now() + self.call_timeout).await;
+        for (reply, answer) in replies.into_iter().zip(answers) {
+            // A caller that has gone is told nothing.
+            drop(reply.send(answer));
         }
     }
 
     /// Sends calls as one statement. Where the server has refused the statement as a whole, nothing has happened, and
-    /// each goes out by itself: what is wrong with one is not its neighbours' trouble.
-    async fn send(&self, calls: &[S::Call]) -> Vec<Result<S::Answer, StoreError>> {
-        let error = match self.statement(calls).await {
-            Ok(answers) => return answers,
-            Err(error) => error,
-        };
-        // Not for trouble of the connection or the server, which each would meet again, one after the other.
-        let one_call_may_be_to_blame =
-            matches!(error.kind(), ErrorKind::Conflict | ErrorKind::Other | ErrorKind::Unreadable);
-        if calls.len() > 1 && one_call_may_be_to_blame && error.class() != ErrorClass::Unknown {
-            let mut answers = Vec::with_capacity(calls.len());
-            for call in calls {
-                answers.push(match self.statement(std::slice::from_ref(call)).await {
-                    Ok(mut one) => one.pop().unwrap_or_else(|| Err(copy(&error, S::operation(call)))),
-                    Err(error) => Err(error),
-                });
+    /// they go out again in parts, until it is known whose trouble it is: what is wrong with one is not its neighbours'.
+    async fn send(&self, calls: &[S::Call], deadline: Instant) -> Vec<Result<S::Answer, StoreError>> {
+        const PARTS: usize = 8;
+        let mut answers = Vec::with_capacity(calls.len());
+        // From the last to the first.
+        let mut rest = vec![calls];
+        while let Some(part) = rest.pop() {
+            let error = match self.statement(part, deadline).await {
+                Ok(all) => {
+                    answers.extend(all);
+                    continue;
+                }
+                Err(error) => error,
+            };
+            // Not for trouble of the connection or the server, which each would meet again, one after the other.
+            let one_call_may_be_to_blame =
+                matches!(error.kind(), ErrorKind::Conflict | ErrorKind::Other | ErrorKind::Unreadable);
+            if part.len() > 1 && one_call_may_be_to_blame && error.class() != ErrorClass::Unknown {
+                rest.extend(part.chunks(part.len().div_ceil(PARTS)).rev());
+                continue;
             }
-            return answers;
+            let copies = part.iter().skip(1).map(|call| copy(&error, S::operation(call))).collect::<Vec<_>>();
+            answers.extend(std::iter::once(error).chain(copies).map(Err));
         }
-        let mut errors: Vec<_> = calls.iter().skip(1).map(|call| Err(copy(&error, S::operation(call)))).collect();
-        errors.insert(0, Err(error));
-        errors
+        answers
     }
 
-    async fn statement(&self, calls: &[S::Call]) -> Result<Vec<Result<S::Answer, StoreError>>, StoreError> {
-        let operation = calls.first().map_or(Operation::Setup, S::operation);
-        let mut connection =
-            self.pool.acquire().await.map_err(|error| store_error(error, Stage::Acquire, operation))?;
-        match timeout(self.call_timeout, self.sender.send(&mut connection, calls)).await {
+    async fn statement(
+        &self,
+        calls: &[S::Call],
+        deadline: Instant,
+    ) -> Result<Vec<Result<S::Answer, StoreError>>, StoreError> {
+        let Some(first) = calls.first() else { return Ok(Vec::new()) };
+        let operation = S::operation(first);
+        let mut connection = match timeout_at(deadline, self.pool.acquire()).await {
+            Ok(connection) => connection.map_err(|error| store_error(error, Stage::Acquire, operation))?,
+            Err(_) => return Err(too_late(operation)),
+        };
+        match timeout_at(deadline, self.sender.send(&mut connection, calls)).await {
             Ok(answers) => answers,
             Err(_) => {
                 // What the server does with it is unknown; the connection is closed, and not given to another call.
@@ -213,6 +299,65 @@ impl<S: Batched> Work<S> {
             }
         }
     }
+
+    /// Sends a call again and again whose key is held by somebody's transaction, by itself, for as long as a call may take.
+    async fn insist(&self, call: &S::Call, deadline: Instant) -> Result<S::Answer, StoreError> {
+        let _mark = Mark::new(self, S::key(call));
+        loop {
+            let turn = timeout_at(deadline, async { (self.turn.acquire().await, self.slots.acquire().await) });
+            let Ok(_turn) = turn.await else { return Err(too_late(S::operation(call))) };
+            // The server waits for the transaction, a while.
+            match self.statement(slice::from_ref(call), deadline).await {
+                Ok(mut answers) => return answers.pop().unwrap_or_else(|| Err(missing::<S>(call))),
+                Err(error) if error.kind() == ErrorKind::Conflict && Instant::now() < deadline => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn is_held(&self, call: &S::Call) -> bool {
+        self.some_held.load(Ordering::Acquire) && self.held().contains_key(S::key(call))
+    }
+
+    fn held(&self) -> MutexGuard<'_, HashMap<Key, usize>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// That somebody waits for a key that is held.
+struct Mark<'a, S: Batched> {
+    work: &'a Work<S>,
+    key: &'a Key,
+}
+
+impl<'a, S: Batched> Mark<'a, S> {
+    fn new(work: &'a Work<S>, key: &'a Key) -> Self {
+        *work.held().entry(key.clone()).or_default() += 1;
+        work.some_held.store(true, Ordering::Release);
+        Self { work, key }
+    }
+}
+
+impl<S: Batched> Drop for Mark<'_, S> {
+    fn drop(&mut self) {
+        let mut held = self.work.held();
+        if let Some(waiting) = held.get_mut(self.key) {
+            *waiting -= 1;
+            if *waiting == 0 {
+                held.remove(self.key);
+            }
+        }
+        self.work.some_held.store(!held.is_empty(), Ordering::Release);
+    }
+}
+
+/// Time was over before the call was sent.
+fn too_late(operation: Operation) -> StoreError {
+    StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(ErrorClass::Retryable)
+}
+
+fn missing<S: Batched>(call: &S::Call) -> StoreError {
+    StoreError::new(ErrorKind::Other, STORE, S::operation(call))
 }
 
 /// The same error for another call of the statement. The source stays with the first.

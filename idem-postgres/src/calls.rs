@@ -35,6 +35,25 @@ impl Settle {
     }
 }
 
+/// How long a call waits for a transaction that holds its key.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Patience {
+    /// A while: much longer than a commit takes, much shorter than a call may take.
+    Short,
+    /// As the caller's transaction does.
+    OfTheTransaction,
+}
+
+impl Patience {
+    /// A value of the server's setting `lock_timeout`.
+    fn setting(self) -> Option<&'static str> {
+        match self {
+            Self::Short => Some("200ms"),
+            Self::OfTheTransaction => None,
+        }
+    }
+}
+
 /// A statement that sees by the snapshot of its transaction's beginning would not see what others have reserved since: it
 /// does nothing then and has no rows. This is decided before the function is called, and aborts no transaction.
 const READ_COMMITTED: &str = "WHERE current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')";
@@ -70,13 +89,15 @@ impl Statements {
         Self {
             reserve: format!(
                 "SELECT a.acquired, (a.answer).place, (a.answer).verdict::text, {}, {} \
-                 FROM {schema}.reserve($1, $2, $3, $4, $5, $6, $7) a {READ_COMMITTED}",
+                 FROM {schema}.reserve($1, $2, $3, $4, $5, $6, $7, $8) a {READ_COMMITTED}",
                 now("(a.answer).now"),
                 columns("((a.answer).record)"),
             )
             .into(),
-            settle: format!("SELECT {schema}.settle($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)::text[] {READ_COMMITTED}")
-                .into(),
+            settle: format!(
+                "SELECT {schema}.settle($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)::text[] {READ_COMMITTED}"
+            )
+            .into(),
             // One snapshot and one time, which is before it: a record that is extended meanwhile is not missed.
             fetch: format!(
                 "SELECT {}, {} FROM {schema}.records r, {schema}.epoch e \
@@ -93,6 +114,7 @@ impl Statements {
         &self,
         executor: impl Executor<'e, Database = Postgres>,
         requests: &[Reserve],
+        patience: Patience,
     ) -> Result<Vec<Result<Reservation, StoreError>>, StoreError> {
         let of = |part: fn(&Reserve) -> &str| requests.iter().map(part).collect::<Vec<_>>();
         let micros = |part: fn(&Reserve) -> Duration| requests.iter().map(|request| micros(part(request))).collect();
@@ -110,6 +132,7 @@ impl Statements {
             .bind(leases)
             .bind(retentions)
             .bind(refusals)
+            .bind(patience.setting())
             .fetch_all(executor)
             .await
             .map_err(|error| store_error(error, Stage::Execute, Operation::Reserve))?;
@@ -130,6 +153,7 @@ impl Statements {
         &self,
         executor: impl Executor<'e, Database = Postgres>,
         calls: &[(Lease, Settle)],
+        patience: Patience,
     ) -> Result<Vec<Result<(), StoreError>>, StoreError> {
         let mut kinds: Vec<i8> = Vec::with_capacity(calls.len());
         let mut durations = Vec::with_capacity(calls.len());
@@ -166,6 +190,7 @@ impl Statements {
             .bind(lines)
             .bind(bodies)
             .bind(failures)
+            .bind(patience.setting())
             .fetch_optional(executor)
             .await
             .map_err(|error| store_error(error, Stage::Execute, operation))?;

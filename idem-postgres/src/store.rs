@@ -15,7 +15,7 @@ use sqlx::postgres::{PgConnection, PgPoolOptions};
 use tokio::time::timeout;
 
 use crate::batch::{Batched, Batcher};
-use crate::calls::{Settle, Statements};
+use crate::calls::{Patience, Settle, Statements};
 use crate::config::Config;
 use crate::error::{STORE, Stage, store_error};
 use crate::schema;
@@ -231,8 +231,8 @@ impl Batched for Reserves {
         request.key.size() + 100
     }
 
-    fn sort_key(request: &Reserve) -> (&str, &str) {
-        (request.key.scope(), request.key.id())
+    fn key(request: &Reserve) -> &Key {
+        &request.key
     }
 
     async fn send(
@@ -240,7 +240,7 @@ impl Batched for Reserves {
         connection: &mut PgConnection,
         requests: &[Reserve],
     ) -> Result<Vec<Result<Reservation, StoreError>>, StoreError> {
-        self.0.reserve(connection, requests).await
+        self.0.reserve(connection, requests, Patience::Short).await
     }
 }
 
@@ -265,8 +265,8 @@ impl Batched for Settles {
         lease.key.size() + 100 + content
     }
 
-    fn sort_key((lease, _): &Self::Call) -> (&str, &str) {
-        (lease.key.scope(), lease.key.id())
+    fn key((lease, _): &Self::Call) -> &Key {
+        &lease.key
     }
 
     async fn send(
@@ -274,6 +274,6 @@ impl Batched for Settles {
         connection: &mut PgConnection,
         calls: &[Self::Call],
     ) -> Result<Vec<Result<(), StoreError>>, StoreError> {
-        self.0.settle(connection, calls).await
+        self.0.settle(connection, calls, Patience::Short).await
     }
 }

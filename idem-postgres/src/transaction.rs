@@ -5,7 +5,7 @@ use std::slice;
 use idem_core::{ErrorKind, Failure, Lease, Operation, Outcome, Reservation, Reserve, StoreError};
 use sqlx::{Postgres, Transaction};
 
-use crate::calls::Settle;
+use crate::calls::{Patience, Settle};
 use crate::error::STORE;
 use crate::store::PostgresStore;
 
@@ -57,7 +57,8 @@ impl PostgresStore {
         request: &Reserve,
     ) -> Result<Reservation, StoreError> {
         self.check_reserve(request)?;
-        let answers = self.statements.reserve(&mut **transaction, slice::from_ref(request)).await?;
+        let answers =
+            self.statements.reserve(&mut **transaction, slice::from_ref(request), Patience::OfTheTransaction).await?;
         one(answers, Operation::Reserve)
     }
 
@@ -81,7 +82,10 @@ impl PostgresStore {
     ) -> Result<(), StoreError> {
         self.check_complete(lease, outcome)?;
         let call = (lease.clone(), Settle::Complete(outcome.clone()));
-        one(self.statements.settle(&mut **transaction, slice::from_ref(&call)).await?, Operation::Complete)
+        one(
+            self.statements.settle(&mut **transaction, slice::from_ref(&call), Patience::OfTheTransaction).await?,
+            Operation::Complete,
+        )
     }
 
     /// [`fail`](idem_core::KeyStore::fail) within a transaction.
@@ -102,7 +106,10 @@ impl PostgresStore {
     ) -> Result<(), StoreError> {
         self.check_lease_handle(lease, Operation::Fail)?;
         let call = (lease.clone(), Settle::Fail(failure.clone()));
-        one(self.statements.settle(&mut **transaction, slice::from_ref(&call)).await?, Operation::Fail)
+        one(
+            self.statements.settle(&mut **transaction, slice::from_ref(&call), Patience::OfTheTransaction).await?,
+            Operation::Fail,
+        )
     }
 }
 

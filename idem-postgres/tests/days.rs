@@ -117,9 +117,15 @@ async fn without_the_fence_keys_are_held_twice() {
         sql(
             &pool,
             &config,
-            "CREATE OR REPLACE FUNCTION {schema}.enter(OUT day date, OUT now timestamptz) LANGUAGE plpgsql VOLATILE AS $$
+            "DO $$
+             DECLARE body text;
              BEGIN
-                 SELECT e.day, clock_timestamp() + e.shift INTO enter.day, enter.now FROM {schema}.epoch e;
+                 FOR body IN SELECT pg_get_functiondef(oid) FROM pg_proc
+                     WHERE pronamespace = '{schema}'::regnamespace AND proname IN ('reserve', 'settle')
+                 LOOP
+                     ASSERT body LIKE '%pg_advisory_xact_lock_shared(%';
+                     EXECUTE regexp_replace(body, 'PERFORM pg_advisory_xact_lock_shared\\([-0-9]+\\);', '');
+                 END LOOP;
              END $$",
         )
         .await;
@@ -201,8 +207,7 @@ async fn an_open_transaction_delays_the_change_of_day_and_nobody_else() {
     let config = fresh_config().with_max_retention(2 * DAY);
     let (pool, store) = opened(&config).await;
     let mut open = pool.begin().await.unwrap();
-    let enter = format!("SELECT \"{}\".enter()", config.schema.as_str());
-    sqlx::raw_sql(AssertSqlSafe(enter)).execute(&mut *open).await.unwrap();
+    store.reserve_in(&mut open, &Reserve::new(Key::new("days", "open").unwrap())).await.unwrap();
     advance(&pool, &config, DAY).await.unwrap();
     for round in 0..5 {
         let (maintained, callers) = tokio::join!(store.maintain(), async {

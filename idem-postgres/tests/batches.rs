@@ -1,0 +1,155 @@
+//! What goes out together, and what does not.
+#![allow(clippy::panic, clippy::unwrap_used, reason = "the helpers of tests are tests")]
+
+mod stores;
+
+stores::tests! {
+    batches_are_bounded_in_calls_and_in_bytes,
+    a_key_that_a_transaction_holds_holds_up_nobody_else,
+    calls_that_wait_for_a_transaction_give_up_in_time,
+}
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use idem_core::{ErrorClass, ErrorKind, Key, KeyStore, Lease, Outcome, Reservation, Reserve};
+use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool};
+use idem_postgres::{Batching, Config, PostgresStore};
+use stores::{fresh_config, pool};
+use tokio::task::JoinSet;
+
+async fn opened(config: &Config) -> (PgPool, Arc<PostgresStore>) {
+    let pool = pool(config, 12).await.unwrap();
+    PostgresStore::migrate(&pool, config).await.unwrap();
+    (pool.clone(), Arc::new(PostgresStore::open(pool, config.clone()).await.unwrap()))
+}
+
+fn request(id: &str) -> Reserve {
+    Reserve::new(Key::new("batches", id).unwrap())
+}
+
+async fn acquire(store: &PostgresStore, id: &str) -> Lease {
+    match store.reserve(&request(id)).await.unwrap() {
+        Reservation::Acquired(lease) => lease,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Rows of one statement have one xmin.
+async fn batches_are_bounded_in_calls_and_in_bytes() {
+    let largest = async |batching: Batching| {
+        let config = fresh_config().with_batching(batching);
+        let (pool, store) = opened(&config).await;
+        let mut callers = JoinSet::new();
+        for caller in 0..200 {
+            let store = store.clone();
+            callers.spawn(async move {
+                for at in 0..5 {
+                    let lease = acquire(&store, &format!("{caller}-{at}")).await;
+                    store.complete(&lease, &Outcome::new(200, vec![7; 1_000])).await.unwrap();
+                }
+            });
+        }
+        callers.join_all().await;
+        let by_statement = format!(
+            "SELECT max(calls), max(bytes) FILTER (WHERE calls > 1) FROM (SELECT count(*) AS calls, sum(length(body)) AS bytes \
+             FROM \"{}\".records WHERE state = 'completed' GROUP BY xmin::text) statements",
+            config.schema.as_str()
+        );
+        let (calls, bytes): (i64, Option<i64>) =
+            sqlx::query_as(AssertSqlSafe(by_statement)).fetch_one(&pool).await.unwrap();
+        (calls, bytes.unwrap_or_default())
+    };
+    let (calls, bytes) = largest(Batching::default()).await;
+    assert!(calls > 16 && bytes > 16_000, "{calls} calls, {bytes} bytes: nothing is gathered");
+    let (calls, _) = largest(Batching::default().with_calls(8)).await;
+    assert!((2..=8).contains(&calls), "{calls} calls");
+    let (_, bytes) = largest(Batching::default().with_bytes(8_000)).await;
+    assert!((2_000..=8_000).contains(&bytes), "{bytes} bytes");
+    let (calls, _) = largest(Batching::off(4)).await;
+    assert_eq!(calls, 1);
+}
+
+/// One reserves in a transaction of its own and takes its time, one has completed in such a transaction.
+async fn a_key_that_a_transaction_holds_holds_up_nobody_else() {
+    let (pool, store) = opened(&fresh_config()).await;
+    let completed = acquire(&store, "completed").await;
+    let mut transaction = pool.begin().await.unwrap();
+    store.reserve_in(&mut transaction, &request("held")).await.unwrap();
+    store.complete_in(&mut transaction, &completed, &Outcome::new(201, "in the transaction")).await.unwrap();
+
+    let mut waiting = JoinSet::new();
+    let mut others = JoinSet::new();
+    let begun = Instant::now();
+    for at in 0..1_000 {
+        let store = store.clone();
+        if at % 100 == 50 {
+            let id = if at % 200 == 50 { "held" } else { "completed" };
+            waiting.spawn(async move { store.reserve(&request(id)).await.unwrap() });
+        } else {
+            others.spawn(async move {
+                let lease = acquire(&store, &at.to_string()).await;
+                store.complete(&lease, &Outcome::new(200, "")).await.unwrap();
+                begun.elapsed()
+            });
+        }
+    }
+    let slowest = others.join_all().await.into_iter().max().unwrap();
+    assert!(slowest < Duration::from_secs(5), "the others took {slowest:?}");
+    // And those who come later are not held up at all, while the ten wait.
+    let begun = Instant::now();
+    for at in 0..20 {
+        let mut burst = JoinSet::new();
+        for caller in 0..20 {
+            let store = store.clone();
+            burst.spawn(async move { acquire(&store, &format!("later-{at}-{caller}")).await });
+        }
+        burst.join_all().await;
+    }
+    assert!(begun.elapsed() < Duration::from_secs(4), "those who came later took {:?}", begun.elapsed());
+    assert!(waiting.try_join_next().is_none(), "somebody did not wait");
+
+    transaction.commit().await.unwrap();
+    let mut replays = 0;
+    for answer in waiting.join_all().await {
+        match answer {
+            Reservation::Completed(record) => {
+                assert_eq!(record.outcome(), Some(&Outcome::new(201, "in the transaction")));
+                replays += 1;
+            }
+            Reservation::InProgress { attempt: 1, .. } => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(replays, 5);
+}
+
+async fn calls_that_wait_for_a_transaction_give_up_in_time() {
+    let config = fresh_config().with_call_timeout(Duration::from_millis(900));
+    let (pool, store) = opened(&config).await;
+    let mut transaction = pool.begin().await.unwrap();
+    store.reserve_in(&mut transaction, &request("held")).await.unwrap();
+    let mut waiting = JoinSet::new();
+    for _ in 0..20 {
+        let store = store.clone();
+        waiting.spawn(async move {
+            let begun = Instant::now();
+            let error = store.reserve(&request("held")).await.unwrap_err();
+            (error, begun.elapsed())
+        });
+    }
+    let mut unknown = false;
+    for (error, took) in waiting.join_all().await {
+        unknown |= error.class() == ErrorClass::Unknown;
+        assert!(matches!(error.kind(), ErrorKind::Timeout | ErrorKind::Conflict), "{error}");
+        assert_ne!(error.class(), ErrorClass::Permanent, "{error}");
+        assert!(took < Duration::from_secs(3), "after {took:?}");
+    }
+    transaction.rollback().await.unwrap();
+    match store.reserve(&request("held")).await.unwrap() {
+        Reservation::Acquired(lease) => assert_eq!(lease.attempt, 1),
+        // One whose answer came too late may have got through.
+        Reservation::InProgress { attempt: 1, .. } => assert!(unknown),
+        other => panic!("{other:?}"),
+    }
+}
