@@ -1,68 +1,31 @@
 //! Pairs (reserve + complete) a second: `cargo bench -p idem-postgres --bench pairs`.
 //!
 //! Distinct keys, outcomes of 256 bytes, `fsync` and `synchronous_commit` on, client and server on one machine: a private
-//! server, or the one of `IDEM_POSTGRES_URL`. Beside the store, in the same run and through the same pool, what a team
-//! would write by hand: one `INSERT … ON CONFLICT` and one `UPDATE` for each request, on one plain table.
+//! server, or the one of `IDEM_POSTGRES_URL`. Beside the store, in the same run, turn by turn:
 //!
-//! `IDEM_BENCH_SECONDS` (default 5) is how long each figure is measured, `IDEM_BENCH_CALLERS` (default 1,64,1024) with how
+//! - *by hand*, through the same pool: what a team would write, one `INSERT … ON CONFLICT` and one `UPDATE` for each
+//!   request, on one plain table;
+//! - *pgbench*, where it is installed: the same SQL functions, called by the server's own load generator in batches of 512
+//!   that lie ready in a table, so that it has next to nothing to do itself.
+//!
+//! `IDEM_BENCH_SECONDS` (default 6) is how long each figure is measured, `IDEM_BENCH_CALLERS` (default 1,64,1024) with how
 //! many callers.
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::panic, reason = "a program for the terminal")]
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+mod load;
 
-use idem_core::{Key, KeyStore, Outcome, Reservation, Reserve};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
 use idem_postgres::sqlx::postgres::{PgPool, PgPoolOptions};
-use idem_postgres::sqlx::{self};
+use idem_postgres::sqlx::{self, AssertSqlSafe};
 use idem_postgres::{Config, PostgresStore};
 use idem_testkit::servers::PostgresServer;
+use load::{BODY, Measured, by_store, id, is_smoke, measure, setting};
 
-const BODY: [u8; 256] = [7; 256];
-
-fn setting<T: std::str::FromStr>(name: &str, default: &str) -> Vec<T>
-where
-    T::Err: std::fmt::Debug,
-{
-    let text = std::env::var(name).unwrap_or_else(|_| default.to_owned());
-    text.split(',').map(|part| part.trim().parse().unwrap()).collect()
-}
-
-/// Lets so many callers make pairs, and gives pairs a second and the latencies of pairs, sorted.
-async fn measure<F, Fut>(callers: usize, time: Duration, pair: F) -> (f64, Vec<Duration>)
-where
-    F: Fn(u64) -> Fut + Clone + Send + 'static,
-    Fut: Future<Output = ()> + Send,
-{
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let begun = Instant::now();
-    let tasks: Vec<_> = (0..callers)
-        .map(|_| {
-            let pair = pair.clone();
-            tokio::spawn(async move {
-                let mut latencies = Vec::new();
-                while begun.elapsed() < time {
-                    let start = Instant::now();
-                    pair(NEXT.fetch_add(1, Ordering::Relaxed)).await;
-                    latencies.push(start.elapsed());
-                }
-                latencies
-            })
-        })
-        .collect();
-    let mut all = Vec::new();
-    for task in tasks {
-        all.extend(task.await.unwrap());
-    }
-    let rate = all.len() as f64 / begun.elapsed().as_secs_f64();
-    all.sort_unstable();
-    (rate, all)
-}
-
-/// Scattered, as clients' keys are.
-fn id(number: u64) -> String {
-    format!("{:016x}-{number}", number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
-}
+const ROUNDS: u32 = 6;
+const BATCH: u32 = 512;
 
 async fn by_hand(pool: PgPool, number: u64) {
     let id = id(number);
@@ -79,19 +42,20 @@ async fn by_hand(pool: PgPool, number: u64) {
         .unwrap();
 }
 
-async fn by_store(store: Arc<PostgresStore>, number: u64) {
-    let request = Reserve::new(Key::new("bench", &id(number)).unwrap());
-    let Reservation::Acquired(lease) = store.reserve(&request).await.unwrap() else { panic!("not new") };
-    store.complete(&lease, &Outcome::new(201, &BODY[..])).await.unwrap();
+fn line(callers: usize, name: &str, measured: &mut Measured) {
+    println!(
+        "{callers:>8} {name:>10} {:>10.0} {:>10.2?} {:>10.2?} {:>10.2?}",
+        measured.rate(),
+        measured.mean(),
+        measured.percentile(0.5),
+        measured.percentile(0.99)
+    );
 }
 
 #[tokio::main]
 async fn main() {
-    // A smoke run: that it works, not how fast.
-    let smoke = std::env::args().any(|argument| argument == "--test");
-    let server = std::env::var("IDEM_POSTGRES_URL").is_err().then(|| PostgresServer::start(&[]).unwrap());
-    let url = server.as_ref().map_or_else(|| std::env::var("IDEM_POSTGRES_URL").unwrap(), PostgresServer::url);
-    let time = Duration::from_secs(setting("IDEM_BENCH_SECONDS", if smoke { "1" } else { "5" })[0]);
+    let (_server, url) = load::server();
+    let time = Duration::from_secs(setting("IDEM_BENCH_SECONDS", if is_smoke() { "1" } else { "6" })[0]);
     let pool = PgPoolOptions::new().max_connections(16).connect(&url).await.unwrap();
     sqlx::raw_sql(
         "DROP TABLE IF EXISTS by_hand; \
@@ -103,18 +67,87 @@ async fn main() {
     let config = Config::default();
     PostgresStore::migrate(&pool, &config).await.unwrap();
     let store = Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap());
-    println!("{:>8} {:>10} {:>12} {:>10} {:>10}", "callers", "", "pairs/s", "p50", "p99");
-    for callers in setting("IDEM_BENCH_CALLERS", if smoke { "8" } else { "1,64,1024" }) {
-        let mut rates = Vec::new();
-        let line = |name: &str, (rate, latencies): (f64, Vec<Duration>)| {
-            let at = |share: f64| latencies[((latencies.len() - 1) as f64 * share) as usize];
-            println!("{callers:>8} {name:>10} {rate:>12.0} {:>10.2?} {:>10.2?}", at(0.5), at(0.99));
-            rate
-        };
-        let hand = pool.clone();
-        rates.push(line("by hand", measure(callers, time, move |number| by_hand(hand.clone(), number)).await));
-        let idem = store.clone();
-        rates.push(line("idem", measure(callers, time, move |number| by_store(idem.clone(), number)).await));
-        println!("{callers:>8} {:>10} {:>12.2}", "ratio", rates[1] / rates[0]);
+    println!("{:>8} {:>10} {:>10} {:>10} {:>10} {:>10}", "callers", "", "pairs/s", "mean", "p50", "p99");
+    let mut fastest = 0.0_f64;
+    for callers in setting("IDEM_BENCH_CALLERS", if is_smoke() { "8" } else { "1,64,1024" }) {
+        let (mut hand, mut idem) = (Measured::default(), Measured::default());
+        for _ in 0..ROUNDS {
+            let by_hand_pool = pool.clone();
+            let turn = time / ROUNDS;
+            hand.add(measure(callers, turn, move |number| by_hand(by_hand_pool.clone(), number)).await);
+            let store = store.clone();
+            idem.add(measure(callers, turn, move |number| by_store(store.clone(), number)).await);
+        }
+        line(callers, "by hand", &mut hand);
+        line(callers, "idem", &mut idem);
+        println!(
+            "{callers:>8} {:>10} {:>10.2} {:>10.2} {:>10.2} {:>10.2}",
+            "ratio",
+            idem.rate() / hand.rate(),
+            idem.mean().as_secs_f64() / hand.mean().as_secs_f64(),
+            idem.percentile(0.5).as_secs_f64() / hand.percentile(0.5).as_secs_f64(),
+            idem.percentile(0.99).as_secs_f64() / hand.percentile(0.99).as_secs_f64(),
+        );
+        fastest = fastest.max(idem.rate());
+    }
+    match by_pgbench(&pool, &url, time).await {
+        Ok(rate) => println!("{:>8} {:>10} {rate:>10.0}   idem's best is {:.2} of it", "", "pgbench", fastest / rate),
+        Err(reason) => println!("{:>8} {:>10} not measured: {reason}", "", "pgbench"),
+    }
+}
+
+/// Pairs a second that pgbench makes with the same functions, by as many connections as the store uses.
+async fn by_pgbench(pool: &PgPool, url: &str, time: Duration) -> Result<f64, String> {
+    let beside = PostgresServer::find().map_err(|error| error.to_string())?.join("pgbench");
+    let program = if beside.is_file() { beside } else { "pgbench".into() };
+    let batches = time.as_secs() * 250;
+    let tables = format!(
+        "DROP TABLE IF EXISTS batches; \
+         CREATE UNLOGGED TABLE batches (n int PRIMARY KEY, ids text[], tokens uuid[]); \
+         ALTER TABLE batches ALTER ids SET STORAGE EXTERNAL, ALTER tokens SET STORAGE EXTERNAL; \
+         INSERT INTO batches SELECT n, array_agg(id ORDER BY id COLLATE \"C\"), array_agg(gen_random_uuid()) \
+             FROM (SELECT n, md5(n || '/' || i) AS id FROM generate_series(1, {batches}) n, generate_series(1, {BATCH}) i) ids \
+             GROUP BY n; \
+         DROP SEQUENCE IF EXISTS batch; CREATE SEQUENCE batch CACHE 10"
+    );
+    sqlx::raw_sql(AssertSqlSafe(tables)).execute(pool).await.map_err(|error| error.to_string())?;
+    let filled = |value: &str| format!("array_fill({value}, ARRAY[{BATCH}])");
+    let script = format!(
+        "SELECT nextval('batch') AS n \\gset\n\
+         SELECT a.acquired FROM batches b, idem.reserve({}, b.ids, b.tokens, {}, {}, {}, {}, '200ms') a WHERE b.n = :n;\n\
+         SELECT idem.settle({}, {}, b.ids, b.tokens, {}, {}, {}, {}, {}, {}, '200ms')::text[] FROM batches b WHERE b.n = :n;\n",
+        filled("'pgbench'::text"),
+        filled("NULL::bytea"),
+        filled("30000000::bigint"),
+        filled("86400000000::bigint"),
+        filled("false"),
+        filled("'c'::\"char\""),
+        filled("'pgbench'::text"),
+        filled("86400000000::bigint"),
+        filled("201"),
+        filled("NULL::smallint"),
+        filled("NULL::bytea"),
+        filled(&format!("'\\x{}'::bytea", "07".repeat(BODY.len()))),
+        filled("NULL::text"),
+    );
+    let file = std::env::temp_dir().join(format!("idem-pgbench-{}.sql", std::process::id()));
+    std::fs::write(&file, script).map_err(|error| error.to_string())?;
+    let output = Command::new(program)
+        .args(["-n", "-M", "prepared", "-c", "4", "-j", "1", "-T", &time.as_secs().to_string(), "-f"])
+        .arg(&file)
+        .arg(url)
+        .output()
+        .map_err(|error| error.to_string())?;
+    std::fs::remove_file(&file).map_err(|error| error.to_string())?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    let rate = said.lines().find_map(|line| line.strip_prefix("tps = ")?.split(' ').next()?.parse::<f64>().ok());
+    let completed: i64 =
+        sqlx::query_scalar("SELECT count(*) FROM idem.records WHERE scope = 'pgbench' AND state = 'completed'")
+            .fetch_one(pool)
+            .await
+            .map_err(|error| error.to_string())?;
+    match rate {
+        Some(rate) if output.status.success() && completed > 0 => Ok(rate * f64::from(BATCH)),
+        _ => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
     }
 }

@@ -15,14 +15,14 @@ use std::{fmt, slice};
 
 use async_trait::async_trait;
 use idem_core::{ErrorClass, ErrorKind, Key, Operation, StoreError};
-use sqlx::PgPool;
 use sqlx::postgres::PgConnection;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
 use crate::config::Batching;
-use crate::error::{STORE, Stage, store_error};
+use crate::connections::Connections;
+use crate::error::STORE;
 
 /// How a kind of call is sent.
 #[async_trait]
@@ -69,7 +69,7 @@ pub(crate) struct Batcher<S: Batched> {
 
 struct Work<S: Batched> {
     sender: S,
-    pool: PgPool,
+    connections: Arc<Connections>,
     queue: tokio::sync::Mutex<mpsc::Receiver<Job<S>>>,
     batching: Batching,
     call_timeout: Duration,
@@ -82,12 +82,12 @@ struct Work<S: Batched> {
 }
 
 impl<S: Batched> Batcher<S> {
-    pub(crate) fn new(sender: S, pool: PgPool, batching: Batching, call_timeout: Duration) -> Self {
+    pub(crate) fn new(sender: S, connections: Arc<Connections>, batching: Batching, call_timeout: Duration) -> Self {
         let (queue, jobs) = mpsc::channel(batching.queue.clamp(1, 1 << 24));
         let statements = batching.statements.clamp(1, Semaphore::MAX_PERMITS);
         let work = Work {
             sender,
-            pool,
+            connections,
             queue: tokio::sync::Mutex::new(jobs),
             batching,
             call_timeout,
@@ -286,12 +286,13 @@ impl<S: Batched> Work<S> {
     ) -> Result<Vec<Result<S::Answer, StoreError>>, StoreError> {
         let Some(first) = calls.first() else { return Ok(Vec::new()) };
         let operation = S::operation(first);
-        let mut connection = match timeout_at(deadline, self.pool.acquire()).await {
-            Ok(connection) => connection.map_err(|error| store_error(error, Stage::Acquire, operation))?,
-            Err(_) => return Err(too_late(operation)),
-        };
+        let mut connection = self.connections.acquire(deadline, operation).await?;
         match timeout_at(deadline, self.sender.send(&mut connection, calls)).await {
-            Ok(answers) => answers,
+            Ok(Ok(answers)) => {
+                self.connections.keep(connection);
+                Ok(answers)
+            }
+            Ok(Err(error)) => Err(error),
             Err(_) => {
                 // What the server does with it is unknown; the connection is closed, and not given to another call.
                 drop(connection.detach());

@@ -3,6 +3,7 @@
 mod batch;
 mod calls;
 mod config;
+mod connections;
 mod error;
 mod headers;
 mod maintain;

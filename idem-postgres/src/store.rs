@@ -12,11 +12,12 @@ use idem_core::{
 };
 use sqlx::PgPool;
 use sqlx::postgres::{PgConnection, PgPoolOptions};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout_at};
 
 use crate::batch::{Batched, Batcher};
 use crate::calls::{Patience, Settle, Statements};
 use crate::config::Config;
+use crate::connections::Connections;
 use crate::error::{STORE, Stage, store_error};
 use crate::schema;
 
@@ -28,6 +29,7 @@ pub struct PostgresStore {
     pub(crate) pool: PgPool,
     pub(crate) config: Config,
     pub(crate) statements: Arc<Statements>,
+    connections: Arc<Connections>,
     reserves: Batcher<Reserves>,
     settles: Batcher<Settles>,
 }
@@ -67,10 +69,12 @@ impl PostgresStore {
 
     fn over(pool: PgPool, config: Config) -> Self {
         let statements = Arc::new(Statements::new(&config.schema));
+        let connections = Connections::new(pool.clone());
         let (batching, call_timeout) = (config.batching, config.call_timeout);
         Self {
-            reserves: Batcher::new(Reserves(Arc::clone(&statements)), pool.clone(), batching, call_timeout),
-            settles: Batcher::new(Settles(Arc::clone(&statements)), pool.clone(), batching, call_timeout),
+            reserves: Batcher::new(Reserves(statements.clone()), connections.clone(), batching, call_timeout),
+            settles: Batcher::new(Settles(statements.clone()), connections.clone(), batching, call_timeout),
+            connections,
             statements,
             pool,
             config,
@@ -155,10 +159,15 @@ impl KeyStore for PostgresStore {
     }
 
     async fn fetch(&self, key: &Key) -> Result<Option<Record>, StoreError> {
-        let mut connection =
-            self.pool.acquire().await.map_err(|error| store_error(error, Stage::Acquire, Operation::Fetch))?;
-        match timeout(self.config.call_timeout, self.statements.fetch(&mut *connection, key)).await {
-            Ok(answer) => answer,
+        let deadline = Instant::now() + self.config.call_timeout;
+        let mut connection = self.connections.acquire(deadline, Operation::Fetch).await?;
+        match timeout_at(deadline, self.statements.fetch(&mut *connection, key)).await {
+            Ok(answer) => {
+                if answer.is_ok() {
+                    self.connections.keep(connection);
+                }
+                answer
+            }
             Err(_) => {
                 drop(connection.detach());
                 Err(StoreError::new(idem_core::ErrorKind::Timeout, STORE, Operation::Fetch))
