@@ -1,0 +1,119 @@
+//! Whether the rate depends on what the planner knows of a partition, and on how full it is:
+//! `cargo bench -p idem-postgres --bench growth`.
+//!
+//! `IDEM_BENCH_RECORDS` (default 1000000,5000000): how full. `IDEM_BENCH_SECONDS` (default 6): for each figure.
+//! `IDEM_BENCH_CALLERS` (default 1024).
+#![allow(clippy::print_stdout, clippy::unwrap_used, clippy::panic, reason = "a program for the terminal")]
+
+mod load;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use idem_postgres::sqlx::postgres::{PgPool, PgPoolOptions};
+use idem_postgres::sqlx::{self, AssertSqlSafe};
+use idem_postgres::{Config, PostgresStore, Schema};
+use load::{Measured, by_store, is_smoke, measure, setting};
+
+const ROUNDS: u32 = 3;
+
+async fn run(pool: &PgPool, sql: &str) {
+    sqlx::raw_sql(AssertSqlSafe(sql.to_owned())).execute(pool).await.unwrap();
+}
+
+/// A store whose partitions the server neither vacuums nor analyses by itself.
+async fn fresh(pool: &PgPool, schema: &str) -> Arc<PostgresStore> {
+    run(pool, &format!("DROP SCHEMA IF EXISTS {schema} CASCADE")).await;
+    let config = Config::default().with_schema(Schema::new(schema).unwrap());
+    PostgresStore::migrate(pool, &config).await.unwrap();
+    run(
+        pool,
+        &format!(
+            "DO $$ DECLARE t regclass; BEGIN FOR t IN SELECT inhrelid::regclass FROM pg_inherits \
+             WHERE inhparent = '{schema}.records'::regclass LOOP \
+             EXECUTE format('ALTER TABLE %s SET (autovacuum_enabled = off)', t); END LOOP; END $$"
+        ),
+    )
+    .await;
+    Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap())
+}
+
+/// Fills the day's partition to so many records, by scattered keys.
+async fn fill(pool: &PgPool, schema: &str, records: i64) {
+    run(
+        pool,
+        &format!(
+            "INSERT INTO {schema}.records (day, scope, id, state, attempt, token, origin, retention, created_at, started_at, \
+                 updated_at, lease_until, expires_at, code, body) \
+             SELECT e.day, 'bench', md5(i::text), 'completed', 1, gen_random_uuid(), 'fresh', '24 h', now(), now(), now(), \
+                 now(), now() + interval '24 h', 201, '\\x{}' \
+             FROM {schema}.epoch e, generate_series((SELECT count(*) FROM {schema}.records) + 1, {records}) i",
+            "07".repeat(load::BODY.len())
+        ),
+    )
+    .await;
+    run(pool, "CHECKPOINT").await;
+}
+
+async fn rate(store: &Arc<PostgresStore>, callers: usize, time: Duration) -> Measured {
+    let store = store.clone();
+    measure(callers, time, move |number| by_store(store.clone(), number)).await
+}
+
+#[tokio::main]
+async fn main() {
+    let (_server, url) = load::server();
+    let time = Duration::from_secs(setting("IDEM_BENCH_SECONDS", if is_smoke() { "1" } else { "6" })[0]);
+    let sizes: Vec<i64> = setting("IDEM_BENCH_RECORDS", if is_smoke() { "2000" } else { "1000000,5000000" });
+    let callers: usize = setting("IDEM_BENCH_CALLERS", "1024")[0];
+    let pool = PgPoolOptions::new().max_connections(16).connect(&url).await.unwrap();
+
+    // Turn by turn: one whose statistics say that it is empty, one that is analysed.
+    let (unanalysed, analysed) = (fresh(&pool, "unanalysed").await, fresh(&pool, "analysed").await);
+    let (mut without, mut with) = (Measured::default(), Measured::default());
+    for _ in 0..ROUNDS {
+        without.add(rate(&unanalysed, callers, time / ROUNDS).await);
+        run(&pool, "ANALYZE analysed.records").await;
+        with.add(rate(&analysed, callers, time / ROUNDS).await);
+    }
+    println!("fresh, unanalysed: {:>8.0} pairs/s", without.rate());
+    println!(
+        "fresh, analysed:   {:>8.0} pairs/s   unanalysed is {:.2} of it",
+        with.rate(),
+        without.rate() / with.rate()
+    );
+
+    // And beside an empty one, one that fills up.
+    let (empty, growing) = (fresh(&pool, "empty").await, fresh(&pool, "growing").await);
+    for size in sizes {
+        fill(&pool, "growing", size).await;
+        let (mut small, mut large) = (Measured::default(), Measured::default());
+        for _ in 0..ROUNDS {
+            run(&pool, "TRUNCATE empty.records").await;
+            small.add(rate(&empty, callers, time / ROUNDS).await);
+            large.add(rate(&growing, callers, time / ROUNDS).await);
+        }
+        let depths = |schema: &str| {
+            format!(
+                "SELECT level::bigint FROM {schema}.epoch e, \
+                 bt_metap('{schema}.records_' || to_char(e.day, 'YYYYMMDD') || '_pkey')"
+            )
+        };
+        // The index's levels below its root, where the extension is there that tells.
+        let depth = match sqlx::raw_sql("CREATE EXTENSION IF NOT EXISTS pageinspect").execute(&pool).await {
+            Ok(_) => {
+                let level = async |schema| -> i64 {
+                    sqlx::query_scalar(AssertSqlSafe(depths(schema))).fetch_one(&pool).await.unwrap()
+                };
+                format!("; levels of the index: {} and {}", level("empty").await, level("growing").await)
+            }
+            Err(_) => String::new(),
+        };
+        println!(
+            "from empty: {:>8.0} pairs/s, from {size} records: {:>8.0} pairs/s   {:.2} of it{depth}",
+            small.rate(),
+            large.rate(),
+            large.rate() / small.rate()
+        );
+    }
+}
