@@ -46,21 +46,10 @@ async fn number(pool: &PgPool, sql: &str) -> i64 {
 async fn with_an_old_day(pool: &PgPool, records: i64, due: u64) -> Arc<PostgresStore> {
     run(pool, "DROP SCHEMA IF EXISTS idem CASCADE").await;
     PostgresStore::migrate(pool, &Config::default()).await.unwrap();
-    run(
-        pool,
-        &format!(
-            "SELECT idem.make_partition(idem.today() - 3); \
-             INSERT INTO idem.records (day, scope, id, state, attempt, token, origin, retention, created_at, started_at, \
-                 updated_at, lease_until, expires_at, code, body) \
-             SELECT idem.today() - 3, 'old', md5(i::text), 'completed', 1, gen_random_uuid(), 'fresh', '24 h', t, t, t, t, \
-                 t + interval '24 h', 201, '\\x{}' FROM generate_series(1, {records}) i, \
-                 (SELECT now() - interval '50 h' AS t) times; \
-             UPDATE idem.partitions SET expires_at = now() + interval '{due} s' WHERE day = idem.today() - 3; \
-             CHECKPOINT",
-            "07".repeat(load::BODY.len())
-        ),
-    )
-    .await;
+    run(pool, "SELECT idem.make_partition(idem.today() - 3)").await;
+    load::fill(pool, "idem", "idem.today() - 3", 1..=records, "now() - interval '50 h'").await;
+    let due = format!("now() + interval '{due} s' WHERE day = idem.today() - 3");
+    run(pool, &format!("UPDATE idem.partitions SET expires_at = {due}")).await;
     Arc::new(PostgresStore::open(pool.clone(), Config::default()).await.unwrap())
 }
 
@@ -74,7 +63,8 @@ async fn drop_and_delete(pool: &PgPool, records: i64) {
     run(
         pool,
         &format!(
-            "DROP TABLE IF EXISTS plain; CREATE TABLE plain (LIKE idem.records INCLUDING ALL); \
+            "DROP TABLE IF EXISTS plain; \
+             CREATE TABLE plain (LIKE idem.records INCLUDING ALL) WITH (autovacuum_enabled = off); \
              INSERT INTO plain SELECT * FROM idem.{name}; CHECKPOINT"
         ),
     )

@@ -38,23 +38,6 @@ async fn fresh(pool: &PgPool, schema: &str) -> Arc<PostgresStore> {
     Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap())
 }
 
-/// Fills the day's partition to so many records, by scattered keys.
-async fn fill(pool: &PgPool, schema: &str, records: i64) {
-    run(
-        pool,
-        &format!(
-            "INSERT INTO {schema}.records (day, scope, id, state, attempt, token, origin, retention, created_at, started_at, \
-                 updated_at, lease_until, expires_at, code, body) \
-             SELECT e.day, 'bench', md5(i::text), 'completed', 1, gen_random_uuid(), 'fresh', '24 h', now(), now(), now(), \
-                 now(), now() + interval '24 h', 201, '\\x{}' \
-             FROM {schema}.epoch e, generate_series((SELECT count(*) FROM {schema}.records) + 1, {records}) i",
-            "07".repeat(load::BODY.len())
-        ),
-    )
-    .await;
-    run(pool, "CHECKPOINT").await;
-}
-
 async fn rate(store: &Arc<PostgresStore>, callers: usize, time: Duration) -> Measured {
     let store = store.clone();
     measure(callers, time, move |number| by_store(store.clone(), number)).await
@@ -85,8 +68,11 @@ async fn main() {
 
     // And beside an empty one, one that fills up.
     let (empty, growing) = (fresh(&pool, "empty").await, fresh(&pool, "growing").await);
+    let mut filled = 0;
     for size in sizes {
-        fill(&pool, "growing", size).await;
+        let day = "(SELECT day FROM growing.epoch)";
+        load::fill(&pool, "growing", day, filled + 1..=size, "now()").await;
+        filled = size;
         let (mut small, mut large) = (Measured::default(), Measured::default());
         for _ in 0..ROUNDS {
             run(&pool, "TRUNCATE empty.records").await;

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use idem_core::{Key, KeyStore, Outcome, Reservation, Reserve};
 use idem_postgres::PostgresStore;
+use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool};
 use idem_testkit::servers::PostgresServer;
 
 pub(crate) const BODY: [u8; 256] = [7; 256];
@@ -114,4 +115,22 @@ pub(crate) async fn by_store(store: Arc<PostgresStore>, number: u64) {
     let request = Reserve::new(Key::new("bench", &id(number)).unwrap());
     let Reservation::Acquired(lease) = store.reserve(&request).await.unwrap() else { panic!("not new") };
     store.complete(&lease, &Outcome::new(201, &BODY[..])).await.unwrap();
+}
+
+/// Puts records in a day's partition as the store would have: in progress, then completed, which is where their bodies
+/// come in. `day` and `created` are expressions of SQL.
+pub(crate) async fn fill(pool: &PgPool, schema: &str, day: &str, ids: std::ops::RangeInclusive<i64>, created: &str) {
+    let sql = format!(
+        "INSERT INTO {schema}.records (day, scope, id, state, attempt, token, origin, retention, created_at, started_at, \
+             updated_at, lease_until, expires_at) \
+         SELECT {day}, 'filled', md5(i::text), 'in progress', 1, gen_random_uuid(), 'fresh', '24 h', t, t, t, t, \
+             t + interval '24 h' FROM generate_series({}, {}) i, (SELECT {created} AS t) times; \
+         UPDATE {schema}.records SET state = 'completed', code = 201, body = '\\x{}' \
+         WHERE scope = 'filled' AND state = 'in progress'",
+        ids.start(),
+        ids.end(),
+        "07".repeat(BODY.len())
+    );
+    sqlx::raw_sql(AssertSqlSafe(sql)).execute(pool).await.unwrap();
+    sqlx::raw_sql("CHECKPOINT").execute(pool).await.unwrap();
 }
