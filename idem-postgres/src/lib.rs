@@ -3,6 +3,7 @@
 mod batch;
 mod calls;
 mod config;
+mod conflict;
 mod connections;
 mod error;
 mod headers;
@@ -12,6 +13,7 @@ mod store;
 mod transaction;
 
 pub use config::{Batching, Config, Schema};
+pub use conflict::{UniqueViolation, is_unique_violation};
 pub use error::PostgresError;
 pub use maintain::{Maintained, Maintenance};
 pub use sqlx;
