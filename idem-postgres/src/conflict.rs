@@ -58,8 +58,8 @@ const UNIQUE_VIOLATION: &str = "23505";
 /// - On a **partitioned table** that of the *partition's* index, such as `orders_2026_11_number_day_key`, with the
 ///   partition as the table. Compare [`UniqueViolation::table`] or a prefix there, or use `ON CONFLICT`, which goes by
 ///   columns.
-/// - Names are unique per table at most, so two tables or two schemas can have constraints of one name: compare
-///   [`UniqueViolation::table`] and [`schema`](UniqueViolation::schema) where they do.
+/// - A name is unique within its schema only: where another schema has a constraint of the same name, compare
+///   [`UniqueViolation::schema`] too.
 /// - A `DEFERRABLE INITIALLY DEFERRED` constraint is checked at the commit, and that is the call that fails.
 #[must_use]
 pub fn is_unique_violation(error: &(dyn Error + 'static), constraint: &str) -> bool {
