@@ -41,6 +41,25 @@
 //! first poll only; the current tracing span is carried on. [`Executor::drain`] waits for what still runs, for a clean
 //! shutdown.
 //!
+//! # Together with rows of your own
+//! An operation whose effect is rows in the database of the store can commit them *together with the completion of its
+//! key*, where the backend offers that: `complete_and_commit` of `idem-postgres`. It does first what is slow, such as
+//! asking a card network, while only the lease is held; then it opens a transaction, writes its rows, completes its
+//! [lease](Attempt::lease) with [`Attempt::success`], which is the outcome as the executor would store it, and commits.
+//!
+//! Then rows and key are there together or not at all, whatever dies, and [`Recovery::Rerun`] is safe: where an attempt
+//! was taken over, its transaction can commit no more.
+//!
+//! - **The commit got no answer.** The operation returns an error, and the executor [fails](KeyStore::fail) the attempt,
+//!   as after every error. The store, having waited for the transaction to end, says whether it was committed: then the
+//!   stored result is returned, with `replayed` unset; otherwise the key is free. It is never run again for want of an
+//!   answer.
+//! - **The lease was lost.** Completing is refused, and the operation has to roll back: nothing took effect. It returns
+//!   an error, and the call ends in [`RunError::Unrecorded`] with [`LeaseLost`](crate::ErrorKind::LeaseLost). A lease that
+//!   has run out, but was not taken over, is still good.
+//! - **An error or a panic after the commit** frees nothing: the caller gets the stored result.
+//! - **A process that dies** leaves the key completed, or in progress with nothing done.
+//!
 //! # Results
 //! They are stored as JSON, under code 0 for a success and 1 for a final error, so they have to survive that: a float
 //! that is no number does not. One that is larger than the store's limit or has no JSON is withheld: the first caller

@@ -1,12 +1,15 @@
 //! The attempt, as its operation and its keeper see it.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
+use serde::Serialize;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
+use super::encode;
 use crate::key::Key;
+use crate::outcome::Outcome;
 use crate::request::{Lease, Origin};
 
 /// The attempt that an operation runs in. Cheap to clone.
@@ -38,11 +41,38 @@ impl Attempt {
         self.0.lease.origin
     }
 
-    /// The handle by which it holds the key. The executor completes or fails it when the operation ends: an operation
-    /// that does so itself, with another outcome, gets [`RunError::Unrecorded`](super::RunError::Unrecorded).
+    /// The handle by which it holds the key. The executor completes or fails it when the operation ends. An operation
+    /// that does so itself, [in a transaction of its own](super#together-with-rows-of-your-own), does it with the outcome
+    /// that the executor would store: with any other it gets [`RunError::Unrecorded`](super::RunError::Unrecorded).
     #[must_use]
     pub fn lease(&self) -> &Lease {
         &self.0.lease
+    }
+
+    /// The outcome that the executor stores for an operation that returns `Ok` with this value: what a transaction of the
+    /// operation's own has to complete the [lease](Self::lease) with, so that repeats can read it. One that cannot be
+    /// stored (too large, no JSON) is withheld.
+    #[must_use]
+    pub fn success<T: Serialize>(&self, value: &T) -> Outcome {
+        encode::success(value, self.0.outcome_limit)
+    }
+
+    /// As [`success`](Self::success), for an operation that returns this error, which is [final](super::OnError::Final).
+    #[must_use]
+    pub fn final_error<E: Serialize>(&self, error: &E) -> Outcome {
+        encode::error(error, self.0.outcome_limit)
+    }
+
+    /// Says that the lease is completed with this outcome, for certain: for backends that have done so in the operation's
+    /// own transaction and got the answer to its commit. Without it nothing is wrong, but the executor completes again.
+    ///
+    /// From now on the executor stores nothing and renews nothing for this attempt, and whatever the operation does yet,
+    /// the outcome stands: when it returns an error or panics, its caller gets what every repeat gets.
+    ///
+    /// **Never before the commit is answered**: a key that is not completed after all would be taken over at the lease's
+    /// end, and the operation run again.
+    pub fn mark_completed(&self, outcome: Outcome) {
+        self.0.mark_completed(outcome);
     }
 
     /// Whether the key may have been taken over: the store has said so, or the lease could not be renewed to its end,
@@ -84,6 +114,9 @@ impl fmt::Debug for Attempt {
 /// A lease that is held, and how long it lasts by this process's clock.
 pub(super) struct Held {
     pub(super) lease: Lease,
+    outcome_limit: usize,
+    /// What the operation has completed the lease with.
+    completed: OnceLock<Outcome>,
     time: Mutex<Time>,
     told: Notify,
 }
@@ -92,7 +125,7 @@ struct Time {
     /// When the lease ends, at the earliest.
     end: Instant,
     lost: bool,
-    /// The store has said so, and renewals are in vain.
+    /// Renewals are in vain: the store has said that it is lost, or the operation has completed it.
     refused: bool,
     /// The operation has.
     ended: bool,
@@ -101,9 +134,11 @@ struct Time {
 }
 
 impl Held {
-    pub(super) fn new(lease: Lease, end: Instant) -> Self {
+    pub(super) fn new(lease: Lease, end: Instant, outcome_limit: usize) -> Self {
         Self {
             lease,
+            outcome_limit,
+            completed: OnceLock::new(),
             time: Mutex::new(Time { end, lost: false, refused: false, ended: false, renewing: false }),
             told: Notify::new(),
         }
@@ -133,6 +168,17 @@ impl Held {
         drop(time);
         self.told.notify_waiters();
         true
+    }
+
+    fn mark_completed(&self, outcome: Outcome) {
+        // The first one: completed is final.
+        if self.completed.set(outcome).is_ok() {
+            self.time().refused = true;
+        }
+    }
+
+    pub(super) fn completed(&self) -> Option<&Outcome> {
+        self.completed.get()
     }
 
     /// The operation has ended, and the lease is renewed no more.

@@ -70,7 +70,8 @@ pub enum RunError<T, E> {
         /// The attempt that asked.
         attempt: u32,
     },
-    /// The operation panicked. By the policy [`OnPanic`](super::OnPanic) the key is free or left abandoned.
+    /// The operation panicked. By the policy [`OnPanic`](super::OnPanic) the key is free or left abandoned. (Where it had
+    /// [completed its lease](super#together-with-rows-of-your-own) before, its stored result is returned instead.)
     Panicked {
         /// The panic's message, where it is a text.
         message: Box<str>,
@@ -96,7 +97,9 @@ pub enum RunError<T, E> {
     /// the end of a lease.
     Store(StoreError),
     /// The operation **was run**, but its result could not be stored, so a repeat may run it again: the lease was lost
-    /// to another attempt, or the store could not be reached until the lease's end.
+    /// to another attempt, or the store could not be reached until the lease's end. With
+    /// [`AlreadyCompleted`](crate::ErrorKind::AlreadyCompleted) as the source's kind another outcome is stored of this
+    /// attempt, by a reconciler or by the operation itself, and that is what repeats get.
     Unrecorded {
         /// What the operation returned.
         result: Result<T, E>,

@@ -26,8 +26,8 @@ use crate::record::Record;
 use crate::request::{Lease, Origin, Reservation, Reserve};
 use crate::token::Token;
 
-/// How often a reserve is sent while the store fails.
-const RESERVE_TRIES: u32 = 3;
+/// How often a reserve or a fetch is sent while the store fails.
+const CALL_TRIES: u32 = 3;
 /// The pauses between the tries of one call.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -74,7 +74,9 @@ impl Inner {
             let _running = self.running.enter();
             // Taken apart at once: what the store answers is large, and would be part of the future otherwise.
             let held = match self.reserve(&mut call.request, &mut call.unsettled).await {
-                Ok((Reservation::Acquired(lease), since)) => Arc::new(Held::new(lease, since + self.lease)),
+                Ok((Reservation::Acquired(lease), since)) => {
+                    Arc::new(Held::new(lease, since + self.lease, self.outcome_limit))
+                }
                 Ok((Reservation::InProgress { attempt, retry_after }, _)) => {
                     return Step::Busy(Busy { call, attempt, retry_after });
                 }
@@ -111,7 +113,7 @@ impl Inner {
                 Ok(Err(error)) => error,
                 Err(_) => self.no_answer(Operation::Reserve),
             };
-            if tries == RESERVE_TRIES {
+            if tries == CALL_TRIES {
                 return Err(error);
             }
             match error.class() {
@@ -159,7 +161,9 @@ impl Inner {
                     Reconciliation::Executed(outcome) => {
                         kept.release();
                         let settled = self.settle(held, Settlement::Complete(outcome.clone())).await;
-                        return settled.map_err(RunError::Store).and_then(|()| replay::<T, E, J>(attempt, &outcome));
+                        return settled
+                            .map_err(RunError::Store)
+                            .and_then(|()| stored_result::<T, E, J>(attempt, &outcome, true));
                     }
                     // Not failed: that would say that nothing has happened, and the next attempt would not ask.
                     Reconciliation::Unknown => return Err(RunError::OutcomeUnknown { attempt }),
@@ -168,25 +172,31 @@ impl Inner {
         }
         let ended = guarded(|| operation(Attempt::new(Arc::clone(held)))).await;
         kept.release();
-        match ended {
+        if let Some(outcome) = held.completed() {
+            return completed_by_operation::<T, E, J>(held, outcome, ended);
+        }
+        let (error, settlement) = match ended {
             Ok(Ok(value)) => {
                 let outcome = encode::success(&value, self.outcome_limit);
-                match self.settle(held, Settlement::Complete(outcome)).await {
+                return match self.settle(held, Settlement::Complete(outcome)).await {
                     Ok(()) => Ok(Executed { value, attempt, replayed: false }),
                     Err(source) => Err(RunError::Unrecorded { result: Ok(value), attempt, source }),
-                }
+                };
             }
             Ok(Err(error)) => match detach::caught(|| judge.judge(&error, self.outcome_limit)) {
-                Ok(settlement) => {
-                    let is_final = matches!(settlement, Settlement::Complete(_));
-                    match self.settle(held, settlement).await {
-                        Ok(()) => Err(RunError::Failed { error, attempt, is_final, replayed: false }),
-                        Err(source) => Err(RunError::Unrecorded { result: Err(error), attempt, source }),
-                    }
-                }
-                Err(message) => Err(self.panicked(held, message).await),
+                Ok(settlement) => (error, settlement),
+                Err(message) => return self.panicked::<T, E, J>(held, message).await,
             },
-            Err(message) => Err(self.panicked(held, message).await),
+            Err(message) => return self.panicked::<T, E, J>(held, message).await,
+        };
+        let is_final = matches!(settlement, Settlement::Complete(_));
+        let source = match self.settle(held, settlement).await {
+            Ok(()) => return Err(RunError::Failed { error, attempt, is_final, replayed: false }),
+            Err(source) => source,
+        };
+        match self.already_completed(held, &source).await {
+            Some(outcome) => stored_result::<T, E, J>(attempt, &outcome, false),
+            None => Err(RunError::Unrecorded { result: Err(error), attempt, source }),
         }
     }
 
@@ -196,15 +206,51 @@ impl Inner {
         if held.lasts_until(Instant::now() + self.lease / 2) { Ok(()) } else { self.keeper.renew(held).await }
     }
 
-    async fn panicked<T, E>(&self, held: &Held, message: Box<str>) -> RunError<T, E> {
+    async fn panicked<T: DeserializeOwned, E, J: Judge<E>>(
+        &self,
+        held: &Held,
+        message: Box<str>,
+    ) -> Result<Executed<T>, RunError<T, E>> {
         let attempt = held.lease.attempt;
         warn!(scope = held.lease.key.scope(), attempt, policy = ?self.on_panic, "an operation panicked");
         if self.on_panic == OnPanic::Free {
             let note = Failure::truncated(&format!("panicked: {message}"));
             // Where that fails it has been told, and the key is free at the lease's end.
-            drop(self.settle(held, Settlement::Fail(note)).await);
+            if let Err(error) = self.settle(held, Settlement::Fail(note)).await
+                && let Some(outcome) = self.already_completed(held, &error).await
+            {
+                return stored_result::<T, E, J>(attempt, &outcome, false);
+            }
         }
-        RunError::Panicked { message, attempt }
+        Err(RunError::Panicked { message, attempt })
+    }
+
+    /// What is stored of an attempt that could not be failed because it is completed: by a transaction of its operation
+    /// whose commit got no answer, or by a reconciler.
+    ///
+    /// That the store says so is final: it has waited for the transaction, or has made it impossible.
+    async fn already_completed(&self, held: &Held, refusal: &StoreError) -> Option<Outcome> {
+        if refusal.kind() != ErrorKind::AlreadyCompleted {
+            return None;
+        }
+        let lease = &held.lease;
+        let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
+        for _ in 0..CALL_TRIES {
+            match timeout_at(Instant::now() + self.call_limit(), self.store.fetch(&lease.key)).await {
+                Ok(Ok(record)) => {
+                    let own = record.filter(|record| record.token == lease.token)?;
+                    warn!(
+                        scope = lease.key.scope(),
+                        attempt = lease.attempt,
+                        "an operation failed after its completion"
+                    );
+                    return own.outcome().cloned();
+                }
+                Ok(Err(error)) if error.class() == ErrorClass::Permanent => return None,
+                Ok(Err(_)) | Err(_) => sleep(backoff.pause()).await,
+            }
+        }
+        None
     }
 
     /// Completes or fails, again and again with the same token while the store fails, until the lease's end: from then
@@ -238,7 +284,7 @@ impl Inner {
             }
             let (scope, attempt, pause) = (lease.key.scope(), lease.attempt, backoff.pause());
             if error.class() == ErrorClass::Permanent || Instant::now() + pause >= until {
-                warn!(scope, attempt, %error, "the result of an operation that was run could not be stored");
+                warn!(scope, attempt, %error, "the end of an operation that was run could not be stored");
                 return Err(error);
             }
             debug!(scope, attempt, %error, "a result could not be stored, to be tried again");
@@ -265,16 +311,38 @@ async fn ask(hook: &dyn Reconcile, lease: &Lease) -> Reconciliation {
     })
 }
 
+/// An operation that has completed its lease by itself: that stands, whatever came after.
+fn completed_by_operation<T: DeserializeOwned, E, J: Judge<E>>(
+    held: &Held,
+    outcome: &Outcome,
+    ended: Result<Result<T, E>, Box<str>>,
+) -> Result<Executed<T>, RunError<T, E>> {
+    let attempt = held.lease.attempt;
+    match (outcome.code, ended) {
+        (encode::SUCCESS, Ok(Ok(value))) => Ok(Executed { value, attempt, replayed: false }),
+        (encode::ERROR, Ok(Err(error))) => Err(RunError::Failed { error, attempt, is_final: true, replayed: false }),
+        _ => {
+            let scope = held.lease.key.scope();
+            warn!(scope, attempt, "an operation completed its attempt, and then ended in another way");
+            stored_result::<T, E, J>(attempt, outcome, false)
+        }
+    }
+}
+
 /// A completed record as what the operation returned.
 fn replay_record<T: DeserializeOwned, E, J: Judge<E>>(record: &Record) -> Result<Executed<T>, RunError<T, E>> {
     match record.outcome() {
-        Some(outcome) => replay::<T, E, J>(record.attempt, outcome),
+        Some(outcome) => stored_result::<T, E, J>(record.attempt, outcome, true),
         None => Err(RunError::Undecodable(encode::unreadable("the store says completed, but gives no outcome"))),
     }
 }
 
 /// A stored outcome as what the operation returned.
-fn replay<T: DeserializeOwned, E, J: Judge<E>>(attempt: u32, outcome: &Outcome) -> Result<Executed<T>, RunError<T, E>> {
+fn stored_result<T: DeserializeOwned, E, J: Judge<E>>(
+    attempt: u32,
+    outcome: &Outcome,
+    replayed: bool,
+) -> Result<Executed<T>, RunError<T, E>> {
     let body = match &outcome.body {
         Body::Stored(body) => body,
         Body::Withheld(reason) => {
@@ -283,11 +351,11 @@ fn replay<T: DeserializeOwned, E, J: Judge<E>>(attempt: u32, outcome: &Outcome) 
     };
     match outcome.code {
         encode::SUCCESS => match encode::decode(body) {
-            Ok(value) => Ok(Executed { value, attempt, replayed: true }),
+            Ok(value) => Ok(Executed { value, attempt, replayed }),
             Err(error) => Err(RunError::Undecodable(error)),
         },
         encode::ERROR => Err(match J::read(body) {
-            Ok(error) => RunError::Failed { error, attempt, is_final: true, replayed: true },
+            Ok(error) => RunError::Failed { error, attempt, is_final: true, replayed },
             Err(error) => RunError::Undecodable(error),
         }),
         _ => Err(RunError::Undecodable(encode::unreadable("the outcome's code is neither 0 nor 1"))),

@@ -4,6 +4,7 @@
 
 mod basics;
 mod leases;
+mod own_completion;
 mod policies;
 mod results;
 mod support;

@@ -132,7 +132,7 @@ impl KeyStore for Faulty {
     }
 
     async fn fetch(&self, key: &Key) -> Result<Option<Record>, StoreError> {
-        self.store.fetch(key).await
+        self.call(Operation::Fetch, self.store.fetch(key)).await
     }
 
     async fn purge_expired(&self, budget: PurgeBudget) -> Result<Purged, StoreError> {
