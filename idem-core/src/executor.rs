@@ -47,8 +47,8 @@
 //! asking a card network, while only the lease is held; then it opens a transaction, writes its rows, completes its
 //! [lease](Attempt::lease) with [`Attempt::success`], which is the outcome as the executor would store it, and commits.
 //!
-//! Then rows and key are there together or not at all, whatever dies, and [`Recovery::Rerun`] is safe: where an attempt
-//! was taken over, its transaction can commit no more.
+//! Then rows and key are there together or not at all, whatever dies, and for what is in the transaction
+//! [`Recovery::Rerun`] is safe: where an attempt was taken over, its transaction can commit no more.
 //!
 //! - **The commit got no answer.** The operation returns an error, and the executor [fails](KeyStore::fail) the attempt,
 //!   as after every error. The store, having waited for the transaction to end, says whether it was committed: then the

@@ -11,7 +11,7 @@ use crate::error::{STORE, Stage, store_error};
 use crate::store::PostgresStore;
 
 /// Calls within the caller's own transaction: the record and the rows of the business commit together or not at all, which
-/// is the strongest guarantee there is. There are two ways.
+/// is the strongest guarantee there is.
 ///
 /// **The operation is only database work**: the whole is one transaction.
 ///
@@ -34,26 +34,8 @@ use crate::store::PostgresStore;
 /// ```
 ///
 /// **The operation also does something slow** or outside of the database: an [`Executor`](idem_core::executor::Executor)
-/// reserves, and only the lease is held meanwhile. The transaction at the end completes it.
-///
-/// ```no_run
-/// # use std::sync::Arc;
-/// # use idem_core::{Key, executor::Executor};
-/// # use idem_postgres::{PostgresStore, sqlx};
-/// # type Error = Box<dyn std::error::Error + Send + Sync>;
-/// # async fn ask_the_card_network() -> Result<(), Error> { Ok(()) }
-/// async fn charge(store: Arc<PostgresStore>, executor: Executor, key: Key) -> Result<String, Error> {
-///     let operation = move |attempt: idem_core::executor::Attempt| async move {
-///         ask_the_card_network().await?;
-///         let mut transaction = store.pool().begin().await?;
-///         sqlx::query("UPDATE account SET balance = balance - 1200 WHERE id = 7").execute(&mut *transaction).await?;
-///         let charge = "charged".to_owned();
-///         store.complete_and_commit(transaction, &attempt, attempt.success(&charge)).await?;
-///         Ok::<_, Error>(charge)
-///     };
-///     Ok(executor.run(&key, None, operation).await.map_err(|error| error.to_string())?.value)
-/// }
-/// ```
+/// reserves, and only the lease is held meanwhile; the transaction at the end [completes
+/// it](Self::complete_and_commit). The crate's front page shows it.
 ///
 /// - **No duplicate aborts the transaction**: every answer of the contract leaves it usable.
 /// - **Isolation** has to be READ COMMITTED, the default: at any other, nothing is done and the error is

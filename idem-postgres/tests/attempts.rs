@@ -15,6 +15,8 @@ stores::tests! {
     a_constraint_that_is_checked_at_the_commit_frees_the_key,
     a_panic_or_an_error_after_the_commit_frees_nothing,
     what_cannot_be_completed_is_rolled_back,
+    a_caller_that_goes_away_changes_nothing,
+    a_runtime_that_is_shut_down_within_the_commit_leaves_all_or_nothing,
 }
 
 use std::sync::Arc;
@@ -50,16 +52,19 @@ enum ChargeError {
 
 impl Bank {
     async fn fresh() -> Self {
-        let config = fresh_config().with_max_retention(Duration::from_secs(3 * 24 * 3600));
+        let bank = Self::open(fresh_config().with_max_retention(Duration::from_secs(3 * 24 * 3600))).await;
+        bank.sql("CREATE TABLE {s}.charges (charge text CONSTRAINT charges_key UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+            .await;
+        bank
+    }
+
+    async fn open(config: Config) -> Self {
         let pool = pool(&config, 10).await.unwrap();
         PostgresStore::migrate(&pool, &config).await.unwrap();
         let store = Arc::new(PostgresStore::open(pool.clone(), config.clone()).await.unwrap());
         let retention = Duration::from_secs(3 * 24 * 3600);
         let executor = Executor::builder(store.clone()).lease(LEASE).retention(retention).build().unwrap();
-        let bank = Self { pool, store, config, executor };
-        bank.sql("CREATE TABLE {s}.charges (charge text CONSTRAINT charges_key UNIQUE DEFERRABLE INITIALLY DEFERRED)")
-            .await;
-        bank
+        Self { pool, store, config, executor }
     }
 
     /// `{s}` is the schema.
@@ -331,4 +336,45 @@ async fn what_cannot_be_completed_is_rolled_back() {
     }
     assert_eq!(bank.run("a").await.unwrap(), ("a".to_owned(), 3, false));
     bank.charged("a", 3).await;
+}
+
+async fn a_caller_that_goes_away_changes_nothing() {
+    let bank = Bank::fresh().await;
+    bank.at_commit("slow", "PERFORM pg_sleep(0.5)").await;
+    assert!(timeout(Duration::from_millis(200), bank.run("slow")).await.is_err());
+    bank.executor.drain().await;
+    bank.charged("slow", 1).await;
+}
+
+/// The operation is dropped while the server is about its commit, which comes to its end one way or the other.
+async fn a_runtime_that_is_shut_down_within_the_commit_leaves_all_or_nothing() {
+    for commits in [true, false] {
+        let bank = Bank::fresh().await;
+        let end = if commits { "PERFORM pg_sleep(1)" } else { "PERFORM pg_sleep(1); RAISE 'no'" };
+        bank.at_commit("slow", end).await;
+        let config = bank.config.clone();
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        let dying = runtime.spawn(async move { Bank::open(config).await.run("slow").await });
+        let sleeping = "SELECT count(*) FROM pg_stat_activity WHERE application_name = $1 AND wait_event = 'PgSleep'";
+        loop {
+            let query = sqlx::query_scalar(sleeping).bind(bank.config.schema.as_str());
+            let count: i64 = query.fetch_one(&bank.pool).await.unwrap();
+            if count > 0 {
+                break;
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+        runtime.shutdown_background();
+        drop(dying.await);
+        // Nobody renews the lease any more, and the transaction is still under way.
+        advance(&bank.pool, &bank.config, LEASE).await.unwrap();
+        let repeat = bank.run("second").await.unwrap();
+        if commits {
+            assert_eq!(repeat, ("slow".to_owned(), 1, true));
+            bank.charged("slow", 1).await;
+        } else {
+            assert_eq!(repeat, ("second".to_owned(), 2, false));
+            bank.charged("second", 2).await;
+        }
+    }
 }

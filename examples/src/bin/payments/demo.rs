@@ -1,6 +1,6 @@
 //! Drives the API as a client would, over HTTP, and checks what it gets.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::error::Error;
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -45,6 +45,8 @@ impl Answer {
 struct Shop {
     client: Client,
     base: String,
+    /// What the accounts were charged before: a ledger that lasts knows earlier runs.
+    before: HashMap<&'static str, Account>,
 }
 
 impl Shop {
@@ -74,8 +76,12 @@ impl Shop {
     }
 
     /// Prints what an account was charged, and wants that.
-    async fn check(&self, account: &str, charges: u32, balance: u64) -> Result<Account> {
-        let found = self.account(account).await?;
+    async fn check(&self, account: &str, charges: u64, balance: u64) -> Result<Account> {
+        let mut found = self.account(account).await?;
+        if let Some(before) = self.before.get(account) {
+            found.charges -= before.charges;
+            found.balance -= before.balance;
+        }
         let (times, euros) = (found.charges, found.balance as f64 / 100.0);
         say(&format!("  => {account} was charged {times}x, {euros:.2} in all"));
         expect((found.charges, found.balance) == (charges, balance), &format!("{charges} charges were expected"))?;
@@ -93,9 +99,14 @@ fn title(text: &str) {
 
 const CONCURRENT: usize = 50;
 
-pub(crate) async fn run(address: SocketAddr, store: &str) -> Result<()> {
-    let shop = Shop { client: Client::builder().no_proxy().build()?, base: format!("http://{address}") };
-    say(&format!("A payments API on {}, its idempotency keys in: {store}", shop.base));
+pub(crate) async fn run(address: SocketAddr, store: &str, same_transaction: bool) -> Result<()> {
+    let client = Client::builder().no_proxy().build()?;
+    let mut shop = Shop { client, base: format!("http://{address}"), before: HashMap::new() };
+    for account in ["alice", "bob", "carol", "dave", "erin"] {
+        shop.before.insert(account, shop.account(account).await?);
+    }
+    let together = if same_transaction { ", with charges and balances in the same transaction" } else { "" };
+    say(&format!("A payments API on {}, its idempotency keys in: {store}{together}", shop.base));
 
     // Keys of this run's own: a store that lasts knows those of earlier runs.
     let run = format!("{:x}", rand::random::<u32>());
@@ -128,7 +139,7 @@ pub(crate) async fn run(address: SocketAddr, store: &str) -> Result<()> {
 
     title("3. The client hangs up while its card is charged");
     let hung_up = Client::builder().no_proxy().timeout(Duration::from_millis(200)).build()?;
-    let hasty = Shop { client: hung_up, base: shop.base.clone() };
+    let hasty = Shop { client: hung_up, ..shop.clone() };
     expect(hasty.charge("bob", order, 500, "slow").await.is_err(), "a time-out of the client")?;
     say(&format!("  {:<44} no answer after 0.2 s", "the request"));
     shop.step("the same request, at once", "bob", order, (500, "slow"), 409).await?;
@@ -153,6 +164,15 @@ pub(crate) async fn run(address: SocketAddr, store: &str) -> Result<()> {
     let replay = shop.step("the same request", "dave", order, (300, "flaky"), 201).await?;
     expect(replay.replayed(), "a replay")?;
     shop.check("dave", 1, 300).await?;
+
+    if same_transaction {
+        title("6. A charge on account asks nobody: it is one transaction, and its key needs no lease");
+        shop.step("a charge on account", "erin", order, (400, "account"), 201).await?;
+        let replay = shop.step("the same request", "erin", order, (400, "account"), 201).await?;
+        expect(replay.replayed(), "a replay")?;
+        shop.step("the same key for another amount", "erin", order, (900, "account"), 422).await?;
+        shop.check("erin", 1, 400).await?;
+    }
 
     title("Every order took effect once.");
     Ok(())

@@ -10,10 +10,14 @@
 //! ```
 //!
 //! The cards: `visa` is charged at once, `slow` after a while, `declined` is declined, and `flaky` makes the provider
-//! time out at the first attempt.
+//! time out at the first attempt. `account` is none, but a charge on account, about which nobody is asked.
+//!
+//! With `--same-transaction`, charges and balances are tables in the database of the keys, and all three are committed
+//! together: see `ledger.rs`.
 
 mod api;
 mod demo;
+mod ledger;
 mod problem;
 mod provider;
 
@@ -21,6 +25,7 @@ use std::error::Error;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use clap::Parser;
 use idem_core::executor::Executor;
@@ -28,6 +33,7 @@ use idem_core::{KeyStore, MemoryStore};
 use idem_postgres::{Config, Maintenance, PostgresStore};
 use tokio::net::TcpListener;
 
+use crate::ledger::Ledger;
 use crate::provider::Provider;
 
 /// A payments API that charges once.
@@ -42,21 +48,32 @@ struct Arguments {
     /// Where the idempotency keys are kept: memory, or a URL: postgres://user@host/database.
     #[arg(long, default_value = "memory")]
     store: String,
+    /// Keep charges and balances in the database of the keys, and commit all three together. Needs a postgres store.
+    #[arg(long)]
+    same_transaction: bool,
+    /// For how many seconds a key stays held whose process has died.
+    #[arg(long, default_value = "30", value_name = "SECONDS")]
+    lease: u64,
 }
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let arguments = Arguments::parse();
     let store = Store::open(&arguments.store).await?;
-    let executor = Executor::new(store.keys.clone());
+    let ledger = match (arguments.same_transaction, &store.postgres) {
+        (false, _) => None,
+        (true, Some(postgres)) => Some(Arc::new(Ledger::open(postgres.clone()).await?)),
+        (true, None) => return Err("--same-transaction needs a postgres store".into()),
+    };
+    let executor = Executor::builder(store.keys.clone()).lease(Duration::from_secs(arguments.lease)).build()?;
     let provider = Arc::new(Provider::default());
     let listen = if arguments.demo { SocketAddr::from(([127, 0, 0, 1], 0)) } else { arguments.listen };
     let listener = TcpListener::bind(listen).await?;
     let address = listener.local_addr()?;
-    let server = axum::serve(listener, api::router(executor.clone(), provider));
+    let server = axum::serve(listener, api::router(executor.clone(), provider, ledger));
     if arguments.demo {
         let server = tokio::spawn(server.into_future());
-        let result = demo::run(address, &store.shown()).await;
+        let result = demo::run(address, &store.shown(), arguments.same_transaction).await;
         server.abort();
         return result;
     }
@@ -70,18 +87,19 @@ async fn main() -> Result<(), Box<dyn Error>> {
 /// Where the keys are kept, and what keeps it going.
 struct Store {
     keys: Arc<dyn KeyStore>,
+    postgres: Option<Arc<PostgresStore>>,
     _maintenance: Option<Maintenance>,
 }
 
 impl Store {
     async fn open(name: &str) -> Result<Self, Box<dyn Error>> {
         if name == "memory" {
-            return Ok(Self { keys: Arc::new(MemoryStore::new()), _maintenance: None });
+            return Ok(Self { keys: Arc::new(MemoryStore::new()), postgres: None, _maintenance: None });
         }
         if name.starts_with("postgres://") || name.starts_with("postgresql://") {
             let store = Arc::new(PostgresStore::connect_and_migrate(name, Config::default()).await?);
             let maintenance = store.spawn_maintenance();
-            return Ok(Self { keys: store, _maintenance: Some(maintenance) });
+            return Ok(Self { keys: store.clone(), postgres: Some(store), _maintenance: Some(maintenance) });
         }
         // Not the name itself: it may hold a password.
         Err("there is no such store: say memory, or postgres://…".into())

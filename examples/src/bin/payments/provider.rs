@@ -29,6 +29,8 @@ pub(crate) struct Charge {
 pub(crate) enum ChargeError {
     Declined,
     Timeout,
+    /// The database did not take it, or did not say so. The text is for operators.
+    Ledger(String),
 }
 
 impl fmt::Display for ChargeError {
@@ -36,6 +38,7 @@ impl fmt::Display for ChargeError {
         f.write_str(match self {
             Self::Declined => "the card was declined",
             Self::Timeout => "the provider did not answer in time",
+            Self::Ledger(text) => text,
         })
     }
 }
@@ -55,7 +58,7 @@ struct Book {
 pub(crate) struct Account {
     /// In cents.
     pub(crate) balance: u64,
-    pub(crate) charges: u32,
+    pub(crate) charges: u64,
     /// Calls to the provider, also those that charged nothing.
     pub(crate) calls: u32,
 }
@@ -65,14 +68,22 @@ impl Provider {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) async fn charge(&self, account: &str, order: &Order, attempt: u32) -> Result<Charge, ChargeError> {
+    /// Asks the card network whether the card bears it. Nothing is charged yet.
+    pub(crate) async fn authorize(&self, account: &str, order: &Order, attempt: u32) -> Result<(), ChargeError> {
         self.book().accounts.entry(account.to_owned()).or_default().calls += 1;
         match order.card.as_str() {
-            "declined" => return Err(ChargeError::Declined),
-            "flaky" if attempt == 1 => return Err(ChargeError::Timeout),
-            "slow" => tokio::time::sleep(Duration::from_millis(700)).await,
-            _ => {}
+            "declined" => Err(ChargeError::Declined),
+            "flaky" if attempt == 1 => Err(ChargeError::Timeout),
+            "slow" => {
+                tokio::time::sleep(Duration::from_millis(700)).await;
+                Ok(())
+            }
+            _ => Ok(()),
         }
+    }
+
+    pub(crate) async fn charge(&self, account: &str, order: &Order, attempt: u32) -> Result<Charge, ChargeError> {
+        self.authorize(account, order, attempt).await?;
         let mut book = self.book();
         book.charges += 1;
         let id = format!("ch_{}", book.charges);
