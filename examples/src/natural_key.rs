@@ -42,7 +42,7 @@ pub enum PlaceError {
     #[error("another order has this number")]
     AnotherOrder,
     /// The row is in the way of an insert and cannot be read, again and again.
-    #[error("the order's row comes and goes, or a row-level policy hides it")]
+    #[error("the order's row comes and goes, or is hidden by a row-level policy or the transaction's isolation")]
     Unsettled,
     /// Everything else, other constraints among it.
     #[error("the database failed")]
@@ -55,7 +55,7 @@ const ROUNDS: usize = 10;
 /// Places an order without an error that would abort the caller's transaction, or in no transaction at all.
 ///
 /// Where a transaction under way holds the number, the insert waits for its end: bound that by `lock_timeout`. Above READ
-/// COMMITTED, a row that is newer than the caller's snapshot is error 40001: repeat the transaction.
+/// COMMITTED, the database refuses a row that is newer than the caller's snapshot (40001): repeat the transaction.
 pub async fn place(connection: &mut PgConnection, order: &Order) -> Result<Placed, PlaceError> {
     for _ in 0..ROUNDS {
         let inserted = sqlx::query_scalar(
@@ -78,7 +78,8 @@ pub async fn place(connection: &mut PgConnection, order: &Order) -> Result<Place
 }
 
 /// The same for an insert that raises the violation, such as one that is not yours. The savepoint keeps the caller's
-/// transaction alive.
+/// transaction alive. Above READ COMMITTED, a row that is newer than the caller's snapshot is in the way and not seen:
+/// [`PlaceError::Unsettled`], or 40001.
 pub async fn place_catching(transaction: &mut Transaction<'_, Postgres>, order: &Order) -> Result<Placed, PlaceError> {
     for _ in 0..ROUNDS {
         let mut savepoint = transaction.begin().await?;

@@ -34,6 +34,7 @@ tests! {
     an_order_under_way_is_waited_for,
     a_row_that_vanishes_before_the_read_is_placed_anew,
     a_row_that_cannot_be_read_ends_in_an_error,
+    a_row_newer_than_the_snapshot_ends_in_an_error,
     another_constraint_is_not_taken_for_the_number,
     the_callers_transaction_goes_on,
     an_order_whose_reply_was_lost_is_placed_once,
@@ -205,6 +206,33 @@ async fn a_row_that_cannot_be_read_ends_in_an_error() {
     assert!(matches!(placed, Err(PlaceError::Unsettled)), "{placed:?}");
     let appended = versioned_append::append(&mut transaction, "account", 1, &event("y")).await;
     assert!(matches!(appended, Err(AppendError::Gap { .. } | AppendError::Unsettled)), "{appended:?}");
+}
+
+async fn a_row_newer_than_the_snapshot_ends_in_an_error() {
+    let pool = fresh().await;
+    for (version, level) in (1..).zip(["REPEATABLE READ", "SERIALIZABLE"]) {
+        let (order, own) = (order(level, 100), event("x"));
+        let mut transactions = Vec::new();
+        for _ in 0..3 {
+            let mut transaction = pool.begin().await.unwrap();
+            let sql = format!("SET TRANSACTION ISOLATION LEVEL {level}; SELECT 1 FROM orders, events");
+            run(&mut transaction, &sql).await.unwrap();
+            transactions.push(transaction);
+        }
+        place(&pool, &order, false).await.unwrap();
+        append(&pool, version, &own).await.unwrap();
+        let refused = |error: &sqlx::Error| error.as_database_error().unwrap().code().unwrap() == "40001";
+        let placed = natural_key::place(&mut transactions[0], &order).await;
+        assert!(matches!(&placed, Err(PlaceError::Database(error)) if refused(error)), "{placed:?}");
+        let placed = natural_key::place_catching(&mut transactions[1], &order).await;
+        match &placed {
+            Err(PlaceError::Unsettled) => {}
+            Err(PlaceError::Database(error)) => assert!(refused(error), "{placed:?}"),
+            _ => panic!("{placed:?}"),
+        }
+        let appended = versioned_append::append(&mut transactions[2], "account", version, &own).await;
+        assert!(matches!(&appended, Err(AppendError::Database(error)) if refused(error)), "{appended:?}");
+    }
 }
 
 async fn another_constraint_is_not_taken_for_the_number() {

@@ -234,17 +234,12 @@ impl Inner {
             return None;
         }
         let lease = &held.lease;
+        warn!(scope = lease.key.scope(), attempt = lease.attempt, "an operation failed whose attempt is completed");
         let mut backoff = Backoff::new(FIRST_PAUSE, LONGEST_PAUSE);
         for _ in 0..CALL_TRIES {
             match timeout_at(Instant::now() + self.call_limit(), self.store.fetch(&lease.key)).await {
                 Ok(Ok(record)) => {
-                    let own = record.filter(|record| record.token == lease.token)?;
-                    warn!(
-                        scope = lease.key.scope(),
-                        attempt = lease.attempt,
-                        "an operation failed after its completion"
-                    );
-                    return own.outcome().cloned();
+                    return record.filter(|record| record.token == lease.token)?.outcome().cloned();
                 }
                 Ok(Err(error)) if error.class() == ErrorClass::Permanent => return None,
                 Ok(Err(_)) | Err(_) => sleep(backoff.pause()).await,
@@ -284,7 +279,12 @@ impl Inner {
             }
             let (scope, attempt, pause) = (lease.key.scope(), lease.attempt, backoff.pause());
             if error.class() == ErrorClass::Permanent || Instant::now() + pause >= until {
-                warn!(scope, attempt, %error, "the end of an operation that was run could not be stored");
+                // A failure of what is completed already is looked into.
+                let is_success =
+                    matches!(&settlement, Settlement::Complete(outcome) if outcome.code == encode::SUCCESS);
+                if is_success || error.kind() != ErrorKind::AlreadyCompleted {
+                    warn!(scope, attempt, %error, "the end of an operation that was run could not be stored");
+                }
                 return Err(error);
             }
             debug!(scope, attempt, %error, "a result could not be stored, to be tried again");
