@@ -201,6 +201,8 @@ faults! {
     PurgesUnreadable => "r13_what_cannot_be_read_is_an_error_of_every_call";
     /// Acknowledges before it has written; trouble loses it.
     AcknowledgesEarly => "r13_what_was_acknowledged_survives_trouble";
+    /// A failover: what the old server acknowledged while the new one took its place is gone.
+    FailsOverToThePast => "histories_under_disturbance_have_a_legal_order";
     /// A reserve dropped half-way leaves a record that nobody holds.
     TwoSteps => "r14_a_dropped_call_is_done_or_not_done";
     /// Calls that are under way together are sent by the first of them, and wait for ever when it is dropped.
@@ -274,6 +276,11 @@ impl Fixture for Clocked {
             if let Some(latest) = latest {
                 records.remove(&latest);
             }
+        }
+        if self.store.has(Fault::FailsOverToThePast) {
+            let successor = self.store.records().clone();
+            tokio::time::sleep(Duration::from_millis(2)).await;
+            *self.store.records() = successor;
         }
         self.store.trouble.store(12, Ordering::SeqCst);
         Ok(())

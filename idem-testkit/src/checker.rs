@@ -6,6 +6,9 @@
 //! Lowe's memory of configurations that were tried).
 //!
 //! The moment is known only to lie within an interval, so whether a lease was over may be open: then both are tried.
+//!
+//! A call that was not answered and would change nothing has as well not happened; so it is tried only where it changes
+//! something, which keeps the number of orders small although many calls have no answer.
 
 use std::collections::HashSet;
 use std::time::{Duration, SystemTime};
@@ -36,16 +39,42 @@ fn plus(interval: Interval, by: Duration) -> Interval {
     (interval.0.saturating_add(by), interval.1.saturating_add(by))
 }
 
+/// What was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    Legal,
+    Illegal,
+    /// There are too many orders to try them all.
+    Open,
+}
+
+/// The most calls of a history: they are counted in a word.
+const CALLS: usize = 64;
+/// The most configurations that are tried: some hundred megabytes, some seconds.
+const CONFIGURATIONS: usize = 500_000;
+
 /// Whether there is a legal order. The events are those of one key, by their beginning.
-pub(crate) fn legal(events: &[Event], pace: Pace) -> bool {
-    assert!(events.len() <= 64, "a history of {} calls to one key is too long to check", events.len());
-    Search { events, pace, tried: HashSet::new() }.from(0, None)
+pub(crate) fn order(events: &[Event], pace: Pace) -> Order {
+    // A fetch that was not answered tells nothing, and has changed nothing.
+    let events: Vec<&Event> =
+        events.iter().filter(|event| event.ended.is_some() || !matches!(event.call, Call::Fetch(_))).collect();
+    if events.len() > CALLS {
+        return Order::Open;
+    }
+    let mut search = Search { events: &events, pace, tried: HashSet::new(), open: false };
+    match search.from(0, None) {
+        true => Order::Legal,
+        false if search.open => Order::Open,
+        false => Order::Illegal,
+    }
 }
 
 struct Search<'a> {
-    events: &'a [Event],
+    events: &'a [&'a Event],
     pace: Pace,
     tried: HashSet<(u64, Vec<u8>)>,
+    /// Whether it was given up.
+    open: bool,
 }
 
 impl Search<'_> {
@@ -56,7 +85,8 @@ impl Search<'_> {
         let Some(first_end) = answered.filter_map(|(_, event)| event.ended.as_ref().map(|(end, _)| *end)).min() else {
             return true;
         };
-        if !self.tried.insert((done, memory(state))) {
+        self.open |= self.tried.len() >= CONFIGURATIONS;
+        if self.open || !self.tried.insert((done, memory(state))) {
             return false;
         }
         for (at, event) in self.events.iter().enumerate() {
@@ -130,6 +160,7 @@ fn step(case: Option<Model>, event: &Event, answer: Option<&Answer>, pace: Pace)
                 Ok(Some(Model { record, lease_until, expires_at: plus(event.time, request.retention) }))
             }
             Decision::Answer(expected) => {
+                changes_nothing(answer)?;
                 fits(
                     answer,
                     |answer| matches!(answer, Answer::Reserved(found) if same_answer(found, &expected, pace)),
@@ -137,6 +168,7 @@ fn step(case: Option<Model>, event: &Event, answer: Option<&Answer>, pace: Pace)
                 Ok(case)
             }
             Decision::LeaseLost => {
+                changes_nothing(answer)?;
                 fits(answer, |answer| matches!(answer, Answer::Refused(ErrorKind::LeaseLost)))?;
                 Ok(case)
             }
@@ -150,6 +182,9 @@ fn step(case: Option<Model>, event: &Event, answer: Option<&Answer>, pace: Pace)
         Call::Renew(lease, extend_by) => {
             let mut case = case;
             let change = decision::renew(case.as_mut().map(|model| &mut model.record), lease, *extend_by, now);
+            if change.is_err() {
+                changes_nothing(answer)?;
+            }
             fits(answer, |answer| accepted(answer, change))?;
             if let (Ok(_), Some(model)) = (change, &mut case) {
                 let until = plus(event.time, *extend_by);
@@ -174,6 +209,11 @@ fn fits(answer: Option<&Answer>, legal: impl FnOnce(&Answer) -> bool) -> Result<
     if answer.is_none_or(legal) { Ok(()) } else { Err(Illegal) }
 }
 
+/// Leaves out a call without an answer, where it changes nothing.
+fn changes_nothing(answer: Option<&Answer>) -> Result<(), Illegal> {
+    if answer.is_some() { Ok(()) } else { Err(Illegal) }
+}
+
 fn accepted(answer: &Answer, change: Result<Change, Refusal>) -> bool {
     match change {
         Ok(_) => matches!(answer, Answer::Done),
@@ -190,6 +230,9 @@ fn settle(
     call: impl FnOnce(Option<&mut Record>) -> Result<Change, Refusal>,
 ) -> Result<Option<Model>, Illegal> {
     let change = call(case.as_mut().map(|model| &mut model.record));
+    if !matches!(change, Ok(Change::Write)) {
+        changes_nothing(answer)?;
+    }
     fits(answer, |answer| accepted(answer, change))?;
     if let (Ok(Change::Write), Some(model)) = (change, &mut case) {
         model.expires_at = plus(event.time, lease.retention);

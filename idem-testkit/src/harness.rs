@@ -58,7 +58,8 @@ pub trait Fixture: Send + Sync + 'static {
     }
 
     /// Makes trouble that the store has to survive, for [`Abilities::disturb`]: breaks its connections, restarts its
-    /// server. Calls made meanwhile may fail; calls made some seconds later must not.
+    /// server. Calls made meanwhile may fail; calls made some seconds later must not. It is called again and again, also
+    /// in the middle of calls, and comes back when the trouble is made and a server that was stopped is up again.
     async fn disturb(&self) -> Result<(), HarnessError> {
         Err("this fixture cannot disturb its store".into())
     }

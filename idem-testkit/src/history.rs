@@ -1,9 +1,10 @@
-//! Random concurrent histories: what clients called, when, and what they were told.
+//! Random concurrent histories: what clients called, when, and what they were told; in peace, and while the store is
+//! disturbed.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use idem_core::{
     ErrorClass, ErrorKind, Failure, Fingerprint, Key, KeyStore, Lease, OnAbandoned, Origin, Outcome, PurgeBudget,
@@ -13,7 +14,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, RngExt, SeedableRng};
 use tokio::task::JoinSet;
 
-use crate::checker;
+use crate::checker::{self, Order};
 use crate::context::Ctx;
 use crate::harness::Time;
 use crate::probe::{dropped, show, shown};
@@ -70,8 +71,10 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    fn of(time: Time) -> Self {
+    fn of(time: Time, disturbed: bool) -> Self {
         let (lease, retention) = match time {
+            // Calls under disturbance take longer.
+            Time::Real if disturbed => (Duration::from_millis(1_200), Duration::from_secs(4)),
             Time::Real => (Duration::from_millis(250), Duration::from_millis(900)),
             Time::Shifted | Time::Manual => (Duration::from_secs(30), Duration::from_secs(300)),
         };
@@ -79,11 +82,30 @@ impl Pace {
     }
 }
 
-const CLIENTS: usize = 3;
-const KEYS: usize = 2;
+/// How many do what in a history.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shape {
+    clients: usize,
+    keys: usize,
+    /// Calls of a client in a round.
+    calls: usize,
+    /// Whether the store is disturbed in the middle of rounds.
+    disturbed: bool,
+}
+
+/// In peace: few clients and keys, quickly done.
+pub(crate) const CALM: Shape = Shape { clients: 3, keys: 2, calls: 3, disturbed: false };
+/// Under disturbance, which may cost seconds each: so that each meets many calls.
+pub(crate) const DISTURBED: Shape = Shape { clients: 12, keys: 8, calls: 4, disturbed: true };
+
 const REQUESTS: usize = 5;
-const CALLS: usize = 3;
 const ROUNDS: usize = 4;
+/// The longest that clients and disturber pause before their next step, in milliseconds.
+const PAUSE: u64 = 5;
+/// A store that has not answered for so long, although nobody disturbs it any more, does not recover.
+const RECOVERY: Duration = Duration::from_secs(60);
+/// How often a call whose answer is unknown is sent again: each time, one more that may still happen.
+const UNKNOWN: u32 = 4;
 
 /// How a call is treated on its way.
 #[derive(Debug, Clone, Copy)]
@@ -98,21 +120,31 @@ enum Way {
 /// What a client does next. Everything is drawn before the first call, so that the seed alone decides it.
 #[derive(Debug, Clone)]
 enum Step {
-    Call(Call, Way),
+    /// And whether it is sent again until it is answered.
+    Call(Call, Way, bool),
     Purge,
+    Pause(Duration),
+}
+
+struct Round {
+    /// How much time passes before it.
+    pass: Duration,
+    /// What each client does in it.
+    clients: Vec<Vec<Step>>,
+    /// The pauses before each disturbance of it.
+    disturbances: Vec<Duration>,
 }
 
 struct Plan {
     keys: Vec<Key>,
-    /// By round: how much time passes before it, and what each client does in it.
-    rounds: Vec<(Duration, Vec<Vec<Step>>)>,
+    rounds: Vec<Round>,
 }
 
 impl Plan {
-    fn draw(seed: u64, pace: Pace) -> Verdict<Self> {
+    fn draw(seed: u64, run: u32, shape: Shape, pace: Pace) -> Verdict<Self> {
         let rng = &mut StdRng::seed_from_u64(seed);
-        let keys = (0..KEYS)
-            .map(|at| Key::new("history", &format!("{seed}-{at}")))
+        let keys = (0..shape.keys)
+            .map(|at| Key::new("history", &format!("{seed}-{run}-{at}")))
             .collect::<Result<Vec<_>, _>>()
             .map_err(|error| Failed::Broken(error.to_string()))?;
         let requests: Vec<Vec<Reserve>> =
@@ -126,12 +158,38 @@ impl Plan {
                     3 | 4 => pace.lease * 6 / 5,
                     _ => pace.retention * 6 / 5,
                 };
-                let clients = (0..CLIENTS).map(|_| (0..CALLS).map(|_| step(rng, &requests, pace)).collect()).collect();
-                (pass, clients)
+                let clients = (0..shape.clients).map(|_| steps(rng, &requests, shape, pace)).collect();
+                // The first round is never spared.
+                let disturbances = match (shape.disturbed, rng.random_range(0..4)) {
+                    (false, _) => 0,
+                    (true, 0) if round > 0 => 0,
+                    (true, 1) => 2,
+                    (true, _) => 1,
+                };
+                let disturbances = (0..disturbances).map(|_| pause(rng, 2 * PAUSE)).collect();
+                Round { pass, clients, disturbances }
             })
             .collect();
         Ok(Self { keys, rounds })
     }
+}
+
+fn pause(rng: &mut impl Rng, longest: u64) -> Duration {
+    Duration::from_millis(rng.random_range(0..=longest))
+}
+
+fn steps(rng: &mut impl Rng, requests: &[Vec<Reserve>], shape: Shape, pace: Pace) -> Vec<Step> {
+    let mut steps = Vec::new();
+    for _ in 0..shape.calls {
+        if shape.disturbed {
+            steps.push(Step::Pause(pause(rng, PAUSE)));
+        }
+        steps.push(match step(rng, requests, pace) {
+            Step::Call(call, way, _) if shape.disturbed => Step::Call(call, way, rng.random_bool(0.7)),
+            step => step,
+        });
+    }
+    steps
 }
 
 fn request(rng: &mut impl Rng, key: &Key, pace: Pace) -> Reserve {
@@ -173,49 +231,74 @@ fn step(rng: &mut impl Rng, requests: &[Vec<Reserve>], pace: Pace) -> Step {
         3..5 => Way::Dropped(rng.random_range(0..4)),
         _ => Way::Delivered,
     };
-    Step::Call(call, way)
+    Step::Call(call, way, false)
 }
 
-/// Runs the history of that seed on the store, and looks for a legal order of it.
-pub(crate) async fn run(ctx: &Ctx, seed: u64) -> Verdict {
-    let pace = Pace::of(ctx.time);
-    let plan = Plan::draw(seed, pace)?;
+/// Runs the history of that seed on the store, and looks for a legal order of it. The `run` tells repeated runs of one
+/// seed on one store apart.
+pub(crate) async fn run(ctx: &Ctx, seed: u64, run: u32, shape: Shape) -> Verdict {
+    let pace = Pace::of(ctx.time, shape.disturbed);
+    let plan = Plan::draw(seed, run, shape, pace)?;
     let events = Arc::new(Mutex::new(Vec::new()));
     let order = Arc::new(AtomicU64::new(0));
-    for (pass, clients) in plan.rounds {
-        if !pass.is_zero() {
-            ctx.pass(pass).await?;
+    let worker = |client| Worker {
+        client,
+        store: ctx.fixture.store(),
+        events: events.clone(),
+        order: order.clone(),
+        watch: ctx.watch(),
+    };
+    for round in plan.rounds {
+        if !round.pass.is_zero() {
+            ctx.pass(round.pass).await?;
         }
-        let barrier = Arc::new(tokio::sync::Barrier::new(CLIENTS));
+        let barrier = Arc::new(tokio::sync::Barrier::new(shape.clients));
         let mut tasks = JoinSet::new();
         let moved = ctx.now();
-        for (client, steps) in clients.into_iter().enumerate() {
-            let worker = Worker {
-                client,
-                store: ctx.fixture.store(),
-                events: events.clone(),
-                order: order.clone(),
-                watch: ctx.watch(),
-            };
-            let barrier = barrier.clone();
+        for (client, steps) in round.clients.into_iter().enumerate() {
+            let (worker, barrier) = (worker(client), barrier.clone());
             tasks.spawn(async move {
                 barrier.wait().await;
                 worker.work(steps).await
             });
         }
-        for result in tasks.join_all().await {
-            result?;
-        }
+        let (disturbed, ended) = tokio::join!(disturb(ctx, &round.disturbances), tasks.join_all());
+        disturbed?;
+        ended.into_iter().collect::<Verdict<Vec<()>>>()?;
         debug_assert!(ctx.now() >= moved, "a watch does not run back");
+        if shape.disturbed {
+            // What was acknowledged has to be there, and the store well again before its clock is moved.
+            let looker = worker(shape.clients);
+            for key in &plan.keys {
+                looker.call(Call::Fetch(key.clone()), Way::Delivered, true).await?;
+            }
+        }
     }
     let events = std::mem::take(&mut *events.lock().unwrap_or_else(PoisonError::into_inner));
     for key in &plan.keys {
         let mut own: Vec<Event> = events.iter().filter(|event| event.call.key() == key).cloned().collect();
         own.sort_by_key(|event| event.began);
-        if !checker::legal(&own, pace) {
-            let calls = own.iter().map(|event| format!("      {event}\n")).collect::<String>();
-            return Err(Failed::Illegal { seed, found: format!("no order of these calls is legal:\n{calls}") });
+        match checker::order(&own, pace) {
+            Order::Legal => {}
+            Order::Illegal => {
+                let calls = own.iter().map(|event| format!("      {event}\n")).collect::<String>();
+                return Err(Failed::Illegal { seed, found: format!("no order of these calls is legal:\n{calls}") });
+            }
+            Order::Open => {
+                let found = format!("the {} calls to one key of seed {seed} have too many orders", own.len());
+                return Err(Failed::Inconclusive(found));
+            }
         }
+    }
+    Ok(())
+}
+
+/// Disturbs the store after each of these pauses.
+async fn disturb(ctx: &Ctx, pauses: &[Duration]) -> Verdict {
+    for pause in pauses {
+        tokio::time::sleep(*pause).await;
+        ctx.log.add("-- the store is disturbed --");
+        ctx.fixture.disturb().await?;
     }
     Ok(())
 }
@@ -237,23 +320,53 @@ impl Worker {
                     Err(error) if error.class() == ErrorClass::Permanent => return Err(error.into()),
                     _ => {}
                 },
-                Step::Call(call, way) => self.call(call, way).await?,
+                Step::Call(call, way, until_answered) => self.call(call, way, until_answered).await?,
+                Step::Pause(pause) => tokio::time::sleep(pause).await,
             }
         }
         Ok(())
     }
 
-    async fn call(&self, call: Call, way: Way) -> Verdict {
+    /// Makes a call; on demand again, as the contract tells a caller to, until it is answered.
+    async fn call(&self, call: Call, way: Way, until_answered: bool) -> Verdict {
+        let begun = Instant::now();
+        let (mut unknown, mut pause) = (0, Duration::from_millis(2));
+        loop {
+            match self.once(&call, way).await? {
+                Sent::Answered => return Ok(()),
+                // One that changes nothing may be asked for as often as it takes.
+                Sent::Unanswered if !matches!(call, Call::Fetch(_)) => {
+                    unknown += 1;
+                    if unknown > UNKNOWN {
+                        return Ok(());
+                    }
+                }
+                Sent::Unanswered | Sent::Refused => {}
+            }
+            // The answer of a call that was lost or dropped on purpose is not asked for.
+            if !until_answered || !matches!(way, Way::Delivered) {
+                return Ok(());
+            }
+            if begun.elapsed() > RECOVERY {
+                return Err(Failed::Broken(format!("the store has not recovered in {RECOVERY:?}")));
+            }
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(Duration::from_millis(500));
+        }
+    }
+
+    /// Sends a call once, and notes what came of it.
+    async fn once(&self, call: &Call, way: Way) -> Verdict<Sent> {
         let began = self.order.fetch_add(1, Ordering::SeqCst);
         let earliest = self.watch.now();
         let answer = match way {
-            Way::Delivered => Some(send(&*self.store, &call).await),
+            Way::Delivered => Some(send(&*self.store, call).await),
             Way::Lost => {
-                drop(send(&*self.store, &call).await);
+                drop(send(&*self.store, call).await);
                 None
             }
             Way::Dropped(polls) => {
-                dropped(send(&*self.store, &call), polls).await;
+                dropped(send(&*self.store, call), polls).await;
                 None
             }
         };
@@ -264,17 +377,29 @@ impl Worker {
             Some(Err(error)) => match (error.kind(), error.class()) {
                 (kind @ (ErrorKind::LeaseLost | ErrorKind::AlreadyCompleted), _) => Some(Answer::Refused(kind)),
                 // Nothing happened: it is no part of the history.
-                (_, ErrorClass::Retryable) => return Ok(()),
+                (_, ErrorClass::Retryable) => return Ok(Sent::Refused),
                 (_, ErrorClass::Unknown) => None,
                 (_, ErrorClass::Permanent) => return Err(error.into()),
             },
         };
         let ended = ended.map(|answer| (self.order.fetch_add(1, Ordering::SeqCst), answer));
-        let latest = if ended.is_some() { latest } else { Duration::MAX };
-        let event = Event { client: self.client, call, began, ended, time: (earliest, latest) };
+        let (sent, latest) = match ended {
+            Some(_) => (Sent::Answered, latest),
+            None => (Sent::Unanswered, Duration::MAX),
+        };
+        let event = Event { client: self.client, call: call.clone(), began, ended, time: (earliest, latest) };
         self.events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
-        Ok(())
+        Ok(sent)
     }
+}
+
+/// What came of sending a call.
+enum Sent {
+    Answered,
+    /// It may have happened, or may still.
+    Unanswered,
+    /// It has not happened.
+    Refused,
 }
 
 async fn send(store: &dyn KeyStore, call: &Call) -> Result<Answer, StoreError> {

@@ -17,4 +17,4 @@ mod verdict;
 
 pub use harness::{Abilities, Fixture, Harness, HarnessError, Missing, Time};
 pub use noisy::Noisy;
-pub use runner::{Report, case_names, run, run_histories, run_one, run_tests};
+pub use runner::{Report, case_names, run, run_disturbed_histories, run_histories, run_one, run_tests};

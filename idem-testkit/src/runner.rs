@@ -10,12 +10,15 @@ use libtest_mimic::{Arguments, Failed as TrialFailed, Trial};
 use crate::cases::{self, Case};
 use crate::context::Ctx;
 use crate::harness::{Harness, Missing};
+use crate::history::{self, CALM, DISTURBED};
 use crate::probe::Log;
 use crate::settings;
 use crate::verdict::{Failed, Verdict};
 
 /// A case that takes longer hangs.
 const LIMIT: Duration = Duration::from_secs(300);
+/// What is added for each history that was asked for.
+const LIMIT_PER_SEED: Duration = Duration::from_secs(30);
 /// How often a case is run whose result could not be told in time.
 const TRIES: u32 = 5;
 
@@ -125,38 +128,62 @@ pub fn run_one(harness: &dyn Harness, name: &str) -> Result<(), Box<Report>> {
         Some(plain) => (true, plain),
         None => (false, name),
     };
-    let failed = |rule, found: String| {
-        Err(Box::new(Report {
-            case: name.to_owned(),
-            rule,
-            store: harness.name(),
-            seed: 0,
-            found,
-            operations: String::new(),
-        }))
-    };
     let Some(case) = cases::all().find(|case| case.name == plain) else {
-        return failed("", "there is no such case".to_owned());
+        return not_run(harness, name, "", "there is no such case".to_owned());
     };
     if let Some(need) = case.needs.missing(harness.abilities()) {
-        return failed(case.rule, format!("the harness lacks what the case needs: {need}"));
+        return not_run(harness, name, case.rule, format!("the harness lacks what the case needs: {need}"));
     }
     run_case(harness, case, twice)
 }
 
-/// Runs random histories of these seeds, and gives how many there were.
+/// Runs random histories of these seeds, each on a fresh store, and gives how many there were.
 ///
 /// # Errors
 /// The [`Report`] of the first seed for which no order of the calls is legal.
 pub fn run_histories(harness: &dyn Harness, seeds: impl IntoIterator<Item = u64>) -> Result<u64, Box<Report>> {
+    count(seeds, |seed| {
+        attempt(harness, "histories_have_a_legal_order", "ALL", seed, false, |ctx| {
+            Box::pin(history::run(ctx, ctx.seed, 0, CALM))
+        })
+    })
+}
+
+/// Runs random histories of these seeds, each on a fresh store that is [disturbed](crate::Fixture::disturb) in the middle
+/// of calls, again and again, and gives how many there were. For a harness whose way to disturb is too slow, or too hard
+/// on others, to run all cases with it: one that kills its server, say.
+///
+/// The seeds count from 0 on; `IDEM_SEED` and `IDEM_SEEDS` ask for others.
+///
+/// # Errors
+/// The [`Report`] of the first seed for which no order of the calls is legal: an acknowledged call was lost, a key was
+/// given out twice. A harness that cannot disturb fails too.
+pub fn run_disturbed_histories(harness: &dyn Harness, seeds: u64) -> Result<u64, Box<Report>> {
+    const NAME: &str = "histories_under_disturbance_have_a_legal_order";
+    if !harness.abilities().disturb {
+        return not_run(harness, NAME, "ALL", "the harness lacks what the case needs: disturb".to_owned());
+    }
+    count(settings::seeds(seeds), |seed| {
+        attempt(harness, NAME, "ALL", seed, false, |ctx| Box::pin(history::run(ctx, ctx.seed, 0, DISTURBED)))
+    })
+}
+
+fn count(
+    seeds: impl IntoIterator<Item = u64>,
+    run: impl Fn(u64) -> Result<(), Box<Report>>,
+) -> Result<u64, Box<Report>> {
     let mut count = 0;
     for seed in seeds {
-        attempt(harness, "histories_have_a_legal_order", "ALL", seed, false, |ctx| {
-            Box::pin(crate::history::run(ctx, ctx.seed))
-        })?;
+        run(seed)?;
         count += 1;
     }
     Ok(count)
+}
+
+/// The report of a case that could not be run.
+fn not_run<T>(harness: &dyn Harness, name: &str, rule: &'static str, found: String) -> Result<T, Box<Report>> {
+    let (case, store, operations) = (name.to_owned(), harness.name(), String::new());
+    Err(Box::new(Report { case, rule, store, seed: 0, found, operations }))
 }
 
 fn run_case(harness: &dyn Harness, case: &Case, twice: bool) -> Result<(), Box<Report>> {
@@ -180,6 +207,8 @@ fn attempt(
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.map_err(|error| report(format!("no runtime: {error}"), &Log::new()))?;
+    let more = u32::try_from(settings::asked_seeds().unwrap_or(0)).unwrap_or(u32::MAX);
+    let limit = LIMIT + LIMIT_PER_SEED.saturating_mul(more);
     let mut tries = 0;
     loop {
         tries += 1;
@@ -187,9 +216,9 @@ fn attempt(
         let verdict = runtime.block_on(async {
             let fixture = harness.build().await.map_err(Failed::from)?;
             let ctx = Ctx::new(fixture, log.clone(), seed, harness.abilities().time, twice);
-            tokio::time::timeout(LIMIT, body(&ctx))
+            tokio::time::timeout(limit, body(&ctx))
                 .await
-                .unwrap_or_else(|_| Err(Failed::Broken(format!("it hangs: not done after {LIMIT:?}"))))
+                .unwrap_or_else(|_| Err(Failed::Broken(format!("it hangs: not done after {limit:?}"))))
         });
         match verdict {
             Ok(()) => return Ok(()),

@@ -11,8 +11,13 @@ pub(crate) fn seed() -> Option<u64> {
 pub(crate) fn seeds(default: u64) -> Range<u64> {
     match seed() {
         Some(seed) => seed..seed.saturating_add(1),
-        None => 0..std::env::var("IDEM_SEEDS").ok().and_then(|count| count.trim().parse().ok()).unwrap_or(default),
+        None => 0..asked_seeds().unwrap_or(default),
     }
+}
+
+/// `IDEM_SEEDS`: how many random histories are asked for.
+pub(crate) fn asked_seeds() -> Option<u64> {
+    std::env::var("IDEM_SEEDS").ok()?.trim().parse().ok()
 }
 
 /// Whether `IDEM_REQUIRE` names that server.

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use idem_core::{KeyStore, MemoryStore};
-use idem_testkit::{Fixture, Harness, HarnessError, case_names, run_one};
+use idem_testkit::{Abilities, Fixture, Harness, HarnessError, Noisy, case_names, run_disturbed_histories, run_one};
 
 /// The in-memory store by its own clock.
 struct Waiting;
@@ -49,4 +50,42 @@ fn a_sound_store_passes_every_case_in_real_time() {
         }
     });
     assert!(ran.load(Ordering::SeqCst) > 60);
+}
+
+/// The in-memory store behind a bad network, with disturbances that take their time.
+struct Disturbed;
+
+struct Troubled(Arc<Noisy>);
+
+#[async_trait]
+impl Harness for Disturbed {
+    fn name(&self) -> String {
+        "noisy memory in real time".to_owned()
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities::default().with_disturb()
+    }
+
+    async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
+        Ok(Box::new(Troubled(Arc::new(Noisy::new(Arc::new(MemoryStore::new()), 7)))))
+    }
+}
+
+#[async_trait]
+impl Fixture for Troubled {
+    fn store(&self) -> Arc<dyn KeyStore> {
+        self.0.clone()
+    }
+
+    async fn disturb(&self) -> Result<(), HarnessError> {
+        tokio::time::sleep(Duration::from_millis(700)).await;
+        Ok(())
+    }
+}
+
+/// Time goes on while the store is in trouble: calls may be anywhere around the edges of leases, and stay decidable.
+#[test]
+fn histories_under_disturbance_can_be_told_in_real_time() {
+    run_disturbed_histories(&Disturbed, 3).unwrap_or_else(|report| panic!("{report}"));
 }

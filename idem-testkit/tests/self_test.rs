@@ -3,7 +3,7 @@
 mod stores;
 
 use idem_testkit::broken::{Broken, Fault};
-use idem_testkit::{case_names, run_histories, run_one};
+use idem_testkit::{case_names, run_disturbed_histories, run_histories, run_one};
 use stores::{Memory, NoisyMemory};
 
 /// Every case twice over: a case that failed here would be wrong itself.
@@ -90,4 +90,24 @@ fn histories_alone_find_broken_stores_within_a_hundred_seeds() {
         println!("{fault:?} found by seed {}", report.seed);
         assert!(report.to_string().contains(&format!("IDEM_SEED={}", report.seed)));
     }
+}
+
+/// What only shows while the store is disturbed.
+#[test]
+fn histories_under_disturbance_find_broken_stores_and_pass_a_sound_one() {
+    let found = |fault| run_disturbed_histories(&Broken(fault), 40);
+    assert_eq!(found(None).unwrap_or_else(|report| panic!("{report}")), 40);
+    for fault in [
+        Fault::FailsOverToThePast,
+        Fault::AcknowledgesEarly,
+        Fault::ErrorAsAbsent,
+        Fault::LostReplyIsRetryable,
+        Fault::TroubleIsPermanent,
+        Fault::NotSelfRecognising,
+    ] {
+        let report = found(Some(fault)).expect_err(&format!("40 histories on a store with {fault:?} were all legal"));
+        println!("{fault:?} found by seed {}", report.seed);
+    }
+    let report = run_disturbed_histories(&Memory, 1).expect_err("a harness that cannot disturb");
+    assert!(report.found.contains("disturb"), "{report}");
 }
