@@ -91,8 +91,10 @@ fn by_code(code: &str) -> (ErrorKind, ErrorClass) {
         "55P03" => (ErrorKind::Conflict, ErrorClass::Retryable),
         // read_only_sql_transaction: a replica, or a former primary. Another server may take the call.
         "25006" => (ErrorKind::Misconfigured, ErrorClass::Retryable),
-        // No such table, function, schema, database or role; no rights; no password.
-        "42P01" | "42883" | "42704" | "3F000" | "3D000" | "42501" => (ErrorKind::Misconfigured, ErrorClass::Permanent),
+        // No such table, function, column, type, schema, database or role; no rights; no password.
+        "42P01" | "42883" | "42703" | "42704" | "3F000" | "3D000" | "42501" => {
+            (ErrorKind::Misconfigured, ErrorClass::Permanent)
+        }
         _ if code.starts_with("28") => (ErrorKind::Misconfigured, ErrorClass::Permanent),
         // data_corrupted, index_corrupted.
         _ if code.starts_with("XX") => (ErrorKind::Unreadable, ErrorClass::Permanent),

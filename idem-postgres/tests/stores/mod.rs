@@ -77,7 +77,12 @@ pub(crate) fn fresh_config() -> Config {
 
 /// A pool whose connections are known by the schema's name.
 pub(crate) async fn pool(config: &Config, connections: u32) -> Result<PgPool, sqlx::Error> {
-    let options: PgConnectOptions = SERVER.url().parse()?;
+    pool_of(&SERVER.url(), config, connections).await
+}
+
+/// The same, of another server.
+pub(crate) async fn pool_of(url: &str, config: &Config, connections: u32) -> Result<PgPool, sqlx::Error> {
+    let options: PgConnectOptions = url.parse()?;
     let options = options.application_name(config.schema.as_str());
     PgPoolOptions::new().max_connections(connections).connect_with(options).await
 }
@@ -97,10 +102,19 @@ impl Postgres {
     }
 }
 
-struct Fresh {
+/// A store of its own schema. Its connections are killed when it is disturbed.
+pub(crate) struct Fresh {
     pool: PgPool,
     config: Config,
     store: Arc<PostgresStore>,
+}
+
+impl Fresh {
+    pub(crate) async fn over(pool: PgPool, config: Config) -> Result<Self, HarnessError> {
+        PostgresStore::migrate(&pool, &config).await?;
+        let store = Arc::new(PostgresStore::open(pool.clone(), config.clone()).await?);
+        Ok(Self { pool, config, store })
+    }
 }
 
 #[async_trait]
@@ -119,10 +133,7 @@ impl Harness for Postgres {
 
     async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
         let config = fresh_config().with_batching(self.0);
-        let pool = pool(&config, 8).await?;
-        PostgresStore::migrate(&pool, &config).await?;
-        let store = Arc::new(PostgresStore::open(pool.clone(), config.clone()).await?);
-        Ok(Box::new(Fresh { pool, config, store }))
+        Ok(Box::new(Fresh::over(pool(&config, 8).await?, config).await?))
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -10,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::{free_port, stop_after_this_process};
+use super::{free_port, own_directory, stop_after_this_process, succeed};
 
 /// A Postgres server of the test's own, with `fsync` and `synchronous_commit` on, as they are by default.
 ///
@@ -32,7 +31,9 @@ impl PostgresServer {
         let complete = |directory: &PathBuf| ["initdb", "pg_ctl"].iter().all(|name| directory.join(name).is_file());
         let path = std::env::var_os("PATH").unwrap_or_default();
         if let Some(found) = std::env::split_paths(&path).find(complete) {
-            return Ok(found);
+            // Often links to some of the programs, which lie together elsewhere.
+            let real = fs::canonicalize(found.join("pg_ctl"))?;
+            return Ok(real.parent().map(Path::to_owned).filter(complete).unwrap_or(found));
         }
         let mut versions: Vec<(u32, PathBuf)> = ["/usr/lib/postgresql", "/usr/pgsql"]
             .iter()
@@ -53,38 +54,65 @@ impl PostgresServer {
     /// # Errors
     /// When the programs are not there or fail; the message has what they said.
     pub fn start(settings: &[(&str, &str)]) -> io::Result<Self> {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let programs = Self::find()?;
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let directory = std::env::temp_dir().join(format!("idem-postgres-{}-{number}", std::process::id()));
-        fs::create_dir_all(&directory)?;
-        fs::set_permissions(&directory, fs::Permissions::from_mode(0o700))?;
-        let user = if is_root()? { Some(ids_of("postgres")?) } else { None };
-        if let Some((uid, gid)) = user {
-            chown(&directory, Some(uid), Some(gid))?;
-        }
-        let server = Self { directory, programs, port: free_port()?, user };
+        let server = Self::prepare()?;
         let data = server.data();
         server.run(
             "initdb",
             &["-D", &data, "-A", "trust", "-U", "postgres", "-E", "UTF8", "--locale", "C", "--no-sync"],
         )?;
+        server.configure(settings)?;
+        server.up()?;
+        Ok(server)
+    }
+
+    /// Starts a standby that follows this server by streaming replication, and answers reads meanwhile.
+    ///
+    /// # Errors
+    /// When the programs are not there or fail; the message has what they said.
+    pub fn start_standby(&self, settings: &[(&str, &str)]) -> io::Result<Self> {
+        let server = Self::prepare()?;
+        let (data, primary) = (server.data(), format!("host=127.0.0.1 port={} user=postgres", self.port));
+        server.run("pg_basebackup", &["-d", &primary, "-D", &data, "-R", "-X", "stream", "-c", "fast", "--no-sync"])?;
+        server.configure(settings)?;
+        server.up()?;
+        Ok(server)
+    }
+
+    /// Makes a standby the primary, and waits until it is.
+    ///
+    /// # Errors
+    /// When it is none.
+    pub fn promote(&self) -> io::Result<()> {
+        self.run("pg_ctl", &["promote", "-w", "-s", "-t", "60", "-D", &self.data()]).map(drop)
+    }
+
+    /// A server that has a directory and a port, and no cluster yet.
+    fn prepare() -> io::Result<Self> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let programs = Self::find()?;
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("idem-postgres-{}-{number}", std::process::id()));
+        let user = own_directory(&directory, "postgres")?;
+        Ok(Self { directory, programs, port: free_port()?, user })
+    }
+
+    fn configure(&self, settings: &[(&str, &str)]) -> io::Result<()> {
+        let data = self.data();
         let mut configuration = format!(
             "listen_addresses = '127.0.0.1'\nport = {}\nunix_socket_directories = '{}'\nmax_connections = 200\n\
              shared_buffers = '256MB'\nmax_wal_size = '4GB'\nlogging_collector = off\n",
-            server.port,
-            server.directory.display()
+            self.port,
+            self.directory.display()
         );
         for (name, value) in settings {
             configuration.push_str(&format!("{name} = '{}'\n", value.replace('\'', "''")));
         }
+        // The last line of a name counts.
         let file = Path::new(&data).join("postgresql.conf");
         let before = fs::read_to_string(&file)?;
         fs::write(&file, before + &configuration)?;
         let stop = format!("kill -QUIT $(head -n 1 '{data}/postmaster.pid')");
-        stop_after_this_process(&stop, &server.directory)?;
-        server.up()?;
-        Ok(server)
+        stop_after_this_process(&stop, &self.directory)
     }
 
     /// The URL of its database `postgres`, for its superuser.
@@ -114,20 +142,29 @@ impl PostgresServer {
         self.up()
     }
 
-    /// Kills the postmaster and all its processes at once.
+    /// Kills the postmaster and all its processes at once, as a power cut would, but for what the system holds in memory.
     ///
     /// # Errors
     /// When it cannot be killed.
     pub fn crash(&self) -> io::Result<()> {
-        let file = fs::read_to_string(Path::new(&self.data()).join("postmaster.pid"))?;
-        let pid = file.lines().next().unwrap_or_default().trim().to_owned();
-        succeed(Command::new("kill").args(["-9", &pid]).output()?)?;
-        // Its children notice, and end; until then, their shared memory keeps a successor out.
+        let file = Path::new(&self.data()).join("postmaster.pid");
+        let pid = fs::read_to_string(&file)?.lines().next().unwrap_or_default().trim().to_owned();
+        // It must not start another while its processes are listed.
+        succeed(Command::new("kill").args(["-STOP", &pid]).output()?)?;
+        let mut all = children(&pid)?;
+        all.insert(0, pid);
+        // Some may have ended meanwhile.
+        Command::new("kill").arg("-9").args(&all).output()?;
         let end = Instant::now() + Duration::from_secs(20);
-        while Path::new("/proc").join(&pid).exists() && Instant::now() < end {
-            sleep(Duration::from_millis(10));
+        while all.iter().any(|pid| alive(pid)) {
+            if Instant::now() > end {
+                return Err(io::Error::other("the server's processes do not end"));
+            }
+            sleep(Duration::from_millis(5));
         }
-        Ok(())
+        // All have ended. These would keep a successor out until the system has cleared the postmaster away.
+        fs::remove_file(self.directory.join(format!(".s.PGSQL.{}.lock", self.port)))?;
+        fs::remove_file(file)
     }
 
     /// Starts the server.
@@ -151,7 +188,12 @@ impl PostgresServer {
 
     fn run(&self, program: &str, arguments: &[&str]) -> io::Result<Output> {
         let mut command = Command::new(self.programs.join(program));
-        command.args(arguments).current_dir(&self.directory).env_remove("LC_ALL").stdin(Stdio::null());
+        command
+            .args(arguments)
+            .current_dir(&self.directory)
+            .env_remove("LC_ALL")
+            .env_remove("LANGUAGE")
+            .stdin(Stdio::null());
         if program == "pg_ctl" {
             // The server would hold pipes of the test open.
             command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -171,23 +213,20 @@ impl Drop for PostgresServer {
     }
 }
 
-fn succeed(output: Output) -> io::Result<Output> {
-    if output.status.success() {
-        return Ok(output);
-    }
-    let said = String::from_utf8_lossy(&output.stderr);
-    Err(io::Error::other(format!("{}: {}", output.status, said.trim())))
+/// The state and the parent of a process, of `/proc`.
+fn stat(pid: &str) -> Option<(String, String)> {
+    let stat = fs::read_to_string(Path::new("/proc").join(pid).join("stat")).ok()?;
+    // Behind the program's name, which may hold anything.
+    let mut fields = stat.rsplit_once(')')?.1.split_whitespace().map(str::to_owned);
+    Some((fields.next()?, fields.next()?))
 }
 
-fn is_root() -> io::Result<bool> {
-    let output = succeed(Command::new("id").arg("-u").output()?)?;
-    Ok(output.stdout.trim_ascii() == b"0")
+fn children(parent: &str) -> io::Result<Vec<String>> {
+    let names = fs::read_dir("/proc")?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    Ok(names.filter(|pid| stat(pid).is_some_and(|(_, of)| of == parent)).collect())
 }
 
-fn ids_of(user: &str) -> io::Result<(u32, u32)> {
-    let number = |flag: &str| -> io::Result<u32> {
-        let output = succeed(Command::new("id").args([flag, user]).output()?)?;
-        String::from_utf8_lossy(&output.stdout).trim().parse().map_err(io::Error::other)
-    };
-    Ok((number("-u")?, number("-g")?))
+/// Whether it runs still: one that has ended may be listed for a while.
+fn alive(pid: &str) -> bool {
+    stat(pid).is_some_and(|(state, _)| state != "Z" && state != "X")
 }
