@@ -3,7 +3,7 @@
 //!
 //! | a fault | is noticed by |
 //! |---|---|
-//! | 2: the reply is lost, and the repeat meets its own row as a rival | `r04_a_repeated_reserve_meets_itself_and_no_rival`, and with real crashes `disturbance` |
+//! | 2: the reply is lost, and the repeat meets its own row as a rival | `r04_a_repeated_reserve_meets_itself_and_no_rival`, and with real crashes `crashes` |
 //! | 4: a duplicate surfaces as an error | `r02_…`, `transactions::no_answer_aborts_the_transaction` |
 //! | 6: the row goes between the conflict and the read | `a_record_that_goes_meanwhile_is_no_lease_for_two` here |
 //! | 10: the lease in one unit, compared in another | `r05_a_key_is_refused_until_the_lease_ends`, `r05_a_key_can_be_taken_over_once_the_lease_is_over` |
@@ -17,7 +17,7 @@
 //! | 26: bodies as text | `r07_bodies_come_back_bit_for_bit` |
 //! | 45: unique per partition only | `days::no_key_is_held_twice_while_the_day_changes` |
 //! | 46: retention by DELETE | `days::a_day_that_is_over_is_dropped_and_nothing_before` |
-//! | 47: duplicates told by English text | `language` |
+//! | 47: duplicates told by English text | `languages` |
 //! | 48: a unique violation aborts the caller's transaction | `transactions::no_answer_aborts_the_transaction` |
 //! | 49: a lock held while the handler runs | `no_lock_is_held_while_a_lease_is` here |
 //! | 50: a connection for each waiter | `waiters_take_no_connections` here |
