@@ -20,6 +20,7 @@ use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
+use crate::calls::PATIENCE;
 use crate::config::Batching;
 use crate::connections::Connections;
 use crate::error::STORE;
@@ -119,7 +120,7 @@ impl<S: Batched> Batcher<S> {
             None => self.enqueue(call.clone(), deadline).await,
         };
         match answer {
-            Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(&call, deadline).await,
+            Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(&call, error, deadline).await,
             answer => answer,
         }
     }
@@ -180,7 +181,7 @@ impl<S: Batched> Batcher<S> {
         let mut all = Vec::with_capacity(calls.len());
         for (call, answer) in calls.iter().zip(answers) {
             all.push(match answer.unwrap_or_else(|| Err(missing::<S>(call))) {
-                Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(call, deadline).await,
+                Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(call, error, deadline).await,
                 answer => answer,
             });
         }
@@ -238,7 +239,7 @@ impl<S: Batched> Work<S> {
         let mut calls = Vec::with_capacity(jobs.len());
         for Job { call, reply, .. } in jobs {
             if self.is_held(&call) {
-                drop(reply.send(Err(StoreError::new(ErrorKind::Conflict, STORE, S::operation(&call)))));
+                drop(reply.send(Err(held(S::operation(&call)))));
             } else {
                 calls.push(call);
                 replies.push(reply);
@@ -254,7 +255,6 @@ impl<S: Batched> Work<S> {
     /// Sends calls as one statement. Where the server has refused the statement as a whole, nothing has happened, and
     /// they go out again in parts, until it is known whose trouble it is: what is wrong with one is not its neighbours'.
     async fn send(&self, calls: &[S::Call], deadline: Instant) -> Vec<Result<S::Answer, StoreError>> {
-        const PARTS: usize = 8;
         let mut answers = Vec::with_capacity(calls.len());
         // From the last to the first.
         let mut rest = vec![calls];
@@ -266,11 +266,8 @@ impl<S: Batched> Work<S> {
                 }
                 Err(error) => error,
             };
-            // Not for trouble of the connection or the server, which each would meet again, one after the other.
-            let one_call_may_be_to_blame =
-                matches!(error.kind(), ErrorKind::Conflict | ErrorKind::Other | ErrorKind::Unreadable);
-            if part.len() > 1 && one_call_may_be_to_blame && error.class() != ErrorClass::Unknown {
-                rest.extend(part.chunks(part.len().div_ceil(PARTS)).rev());
+            if let Some(parts) = parts::<S>(part, &error) {
+                rest.extend(parts.into_iter().rev());
                 continue;
             }
             let copies = part.iter().skip(1).map(|call| copy(&error, S::operation(call))).collect::<Vec<_>>();
@@ -302,16 +299,22 @@ impl<S: Batched> Work<S> {
     }
 
     /// Sends a call again and again whose key is held by somebody's transaction, by itself, for as long as a call may take.
-    async fn insist(&self, call: &S::Call, deadline: Instant) -> Result<S::Answer, StoreError> {
+    /// The error is that of the try before: nothing has happened.
+    async fn insist(&self, call: &S::Call, mut error: StoreError, deadline: Instant) -> Result<S::Answer, StoreError> {
         let _mark = Mark::new(self, S::key(call));
+        // No try is begun that the server would not have refused in time: then it is certain that nothing happened.
+        let last = deadline.checked_sub(2 * PATIENCE).unwrap_or(deadline);
         loop {
-            let turn = timeout_at(deadline, async { (self.turn.acquire().await, self.slots.acquire().await) });
-            let Ok(_turn) = turn.await else { return Err(too_late(S::operation(call))) };
+            let turn = timeout_at(last, async { (self.turn.acquire().await, self.slots.acquire().await) });
+            let Ok(_turn) = turn.await else { return Err(error) };
+            if Instant::now() >= last {
+                return Err(error);
+            }
             // The server waits for the transaction, a while.
             match self.statement(slice::from_ref(call), deadline).await {
                 Ok(mut answers) => return answers.pop().unwrap_or_else(|| Err(missing::<S>(call))),
-                Err(error) if error.kind() == ErrorKind::Conflict && Instant::now() < deadline => {}
-                Err(error) => return Err(error),
+                Err(again) if again.kind() == ErrorKind::Conflict => error = again,
+                Err(other) => return Err(other),
             }
         }
     }
@@ -352,9 +355,47 @@ impl<S: Batched> Drop for Mark<'_, S> {
     }
 }
 
+/// How calls go out again that the server has refused together, where one of them may be to blame.
+fn parts<'a, S: Batched>(calls: &'a [S::Call], error: &StoreError) -> Option<Vec<&'a [S::Call]>> {
+    const PARTS: usize = 8;
+    let most = calls.len().div_ceil(PARTS);
+    if calls.len() < 2 || error.class() == ErrorClass::Unknown {
+        return None;
+    }
+    match error.kind() {
+        // A key is held: all its calls are in one part, and such a part by itself need not wait once more.
+        ErrorKind::Conflict => {
+            let mut parts = Vec::new();
+            let (mut begin, mut end) = (0, 0);
+            for of_one_key in calls.chunk_by(|a, b| S::key(a) == S::key(b)) {
+                if of_one_key.len() == calls.len() {
+                    return None;
+                }
+                if end > begin && end - begin + of_one_key.len() > most {
+                    parts.push(&calls[begin..end]);
+                    begin = end;
+                }
+                end += of_one_key.len();
+            }
+            parts.push(&calls[begin..]);
+            Some(parts)
+        }
+        ErrorKind::Other | ErrorKind::Unreadable => Some(calls.chunks(most).collect()),
+        // Trouble of the connection or the server, which each would meet again, one after the other.
+        _ => None,
+    }
+}
+
 /// Time was over before the call was sent.
 fn too_late(operation: Operation) -> StoreError {
     StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(ErrorClass::Retryable)
+}
+
+/// A transaction holds the key.
+fn held(operation: Operation) -> StoreError {
+    StoreError::new(ErrorKind::Conflict, STORE, operation)
+        .with_class(ErrorClass::Retryable)
+        .with_context("a transaction holds the key")
 }
 
 fn missing<S: Batched>(call: &S::Call) -> StoreError {

@@ -35,20 +35,22 @@ impl Settle {
     }
 }
 
-/// How long a call waits for a transaction that holds its key.
+/// How long a statement waits for a transaction that holds one of its keys: much longer than a commit takes, much shorter
+/// than a call may take.
+pub(crate) const PATIENCE: Duration = Duration::from_millis(200);
+
+/// Whether a statement waits no longer than [`PATIENCE`], or as the caller's transaction does.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Patience {
-    /// A while: much longer than a commit takes, much shorter than a call may take.
     Short,
-    /// As the caller's transaction does.
     OfTheTransaction,
 }
 
 impl Patience {
-    /// A value of the server's setting `lock_timeout`.
-    fn setting(self) -> Option<&'static str> {
+    /// A value of the server's setting `lock_timeout`, in milliseconds.
+    fn setting(self) -> Option<String> {
         match self {
-            Self::Short => Some("200ms"),
+            Self::Short => Some(PATIENCE.as_millis().to_string()),
             Self::OfTheTransaction => None,
         }
     }

@@ -135,8 +135,7 @@ async fn a_lock_timeout_is_retryable() {
 
     // And so is the change of day.
     let mut writer = owner.begin().await.unwrap();
-    let enter = format!("SELECT {}.enter()", config.schema.as_str());
-    sqlx::raw_sql(AssertSqlSafe(enter)).execute(&mut *writer).await.unwrap();
+    store.reserve_in(&mut writer, &request("b")).await.unwrap();
     stores::advance(&owner, &config, Duration::from_secs(24 * 60 * 60)).await.unwrap();
     assert!(store.maintain().await.unwrap().day_delayed);
 }
