@@ -1,6 +1,10 @@
 //! Whether the rate depends on what the planner knows of a partition, and on how full it is:
 //! `cargo bench -p idem-postgres --bench growth`.
 //!
+//! Random keys make every index slower as it grows: more levels, fewer pages in the cache, more pages written whole to the
+//! log. So beside it stands a plain table of the same growth with the same batches: `INSERT … ON CONFLICT` and `UPDATE` over
+//! arrays, without partitions, functions or leases.
+//!
 //! `IDEM_BENCH_RECORDS` (default 1000000,5000000): how full. `IDEM_BENCH_SECONDS` (default 6): for each figure.
 //! `IDEM_BENCH_CALLERS` (default 1024).
 #![allow(clippy::print_stdout, clippy::unwrap_used, clippy::panic, reason = "a program for the terminal")]
@@ -8,7 +12,7 @@
 mod load;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use idem_postgres::sqlx::postgres::{PgPool, PgPoolOptions};
 use idem_postgres::sqlx::{self, AssertSqlSafe};
@@ -36,6 +40,53 @@ async fn fresh(pool: &PgPool, schema: &str) -> Arc<PostgresStore> {
     )
     .await;
     Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap())
+}
+
+/// Pairs a second of plain batches on a table, by as many connections as the store uses.
+async fn plain_rate(pool: &PgPool, table: &'static str, time: Duration) -> f64 {
+    const BATCH: usize = 256;
+    let insert = format!(
+        "INSERT INTO {table} (id, state, expires_at) SELECT id, 1, now() + interval '1 day' FROM unnest($1::text[]) id \
+         ON CONFLICT (id) DO NOTHING"
+    );
+    let update = format!(
+        "UPDATE {table} t SET state = 2, code = 201, body = b.body FROM unnest($1::text[], $2::bytea[]) AS b(id, body) \
+         WHERE t.id = b.id AND t.state = 1"
+    );
+    let begun = Instant::now();
+    let tasks: Vec<_> = (0..4)
+        .map(|_| {
+            let (pool, insert, update) = (pool.clone(), insert.clone(), update.clone());
+            tokio::spawn(async move {
+                let mut pairs = 0;
+                while begun.elapsed() < time {
+                    let mut ids: Vec<String> = (0..BATCH).map(|_| load::id(load::next())).collect();
+                    ids.sort_unstable();
+                    let bodies = vec![&load::BODY[..]; BATCH];
+                    sqlx::query(AssertSqlSafe(insert.clone())).bind(&ids).execute(&pool).await.unwrap();
+                    sqlx::query(AssertSqlSafe(update.clone())).bind(&ids).bind(bodies).execute(&pool).await.unwrap();
+                    pairs += BATCH;
+                }
+                pairs
+            })
+        })
+        .collect();
+    let mut pairs = 0;
+    for task in tasks {
+        pairs += task.await.unwrap();
+    }
+    pairs as f64 / begun.elapsed().as_secs_f64()
+}
+
+async fn plain_table(pool: &PgPool, table: &str) {
+    run(
+        pool,
+        &format!(
+            "DROP TABLE IF EXISTS {table}; CREATE TABLE {table} (id text COLLATE \"C\" PRIMARY KEY, state int, code int, \
+             body bytea, expires_at timestamptz) WITH (fillfactor = 30, autovacuum_enabled = off)"
+        ),
+    )
+    .await;
 }
 
 async fn rate(store: &Arc<PostgresStore>, callers: usize, time: Duration) -> Measured {
@@ -68,16 +119,37 @@ async fn main() {
 
     // And beside an empty one, one that fills up.
     let (empty, growing) = (fresh(&pool, "empty").await, fresh(&pool, "growing").await);
+    for table in ["plain_empty", "plain_growing"] {
+        plain_table(&pool, table).await;
+    }
     let mut filled = 0;
     for size in sizes {
         let day = "(SELECT day FROM growing.epoch)";
         load::fill(&pool, "growing", day, filled + 1..=size, "now()").await;
+        run(
+            &pool,
+            &format!(
+                "INSERT INTO plain_growing SELECT md5(i::text), 1 FROM generate_series({filled} + 1, {size}) i; \
+                 UPDATE plain_growing SET state = 2, code = 201, body = '\\x{}' WHERE state = 1; CHECKPOINT",
+                "07".repeat(load::BODY.len())
+            ),
+        )
+        .await;
         filled = size;
         let (mut small, mut large) = (Measured::default(), Measured::default());
-        for _ in 0..ROUNDS {
-            run(&pool, "TRUNCATE empty.records").await;
-            small.add(rate(&empty, callers, time / ROUNDS).await);
-            large.add(rate(&growing, callers, time / ROUNDS).await);
+        let (mut plain_small, mut plain_large) = (0.0, 0.0);
+        // The first round warms up.
+        for round in 0..=ROUNDS {
+            run(&pool, "TRUNCATE empty.records; TRUNCATE plain_empty").await;
+            let turn = time / ROUNDS;
+            let (of_empty, of_growing) = (rate(&empty, callers, turn).await, rate(&growing, callers, turn).await);
+            let plain = (plain_rate(&pool, "plain_empty", turn).await, plain_rate(&pool, "plain_growing", turn).await);
+            if round > 0 {
+                small.add(of_empty);
+                large.add(of_growing);
+                plain_small += plain.0;
+                plain_large += plain.1;
+            }
         }
         let depths = |schema: &str| {
             format!(
@@ -101,5 +173,6 @@ async fn main() {
             large.rate(),
             large.rate() / small.rate()
         );
+        println!("{:>76.2} of it for plain batches", plain_large / plain_small);
     }
 }
