@@ -8,8 +8,10 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+mod pgbouncer;
 mod postgres;
 
+pub use pgbouncer::PgBouncer;
 pub use postgres::PostgresServer;
 
 /// A port of the loopback interface that was free a moment ago.
@@ -51,12 +53,12 @@ fn succeed(output: Output) -> io::Result<Output> {
 }
 
 /// Lets a shell outlive this process that stops the server (by that command) and removes its directory: whatever way the
-/// process ends, and although statics are never dropped.
+/// process ends, and although statics are never dropped. It ends too when the directory is removed.
 fn stop_after_this_process(stop: &str, directory: &Path) -> io::Result<()> {
     let script = format!(
-        "while kill -0 {} 2>/dev/null; do sleep 0.2; done; {stop}; rm -rf '{}'",
+        "while kill -0 {} 2>/dev/null && [ -d '{directory}' ]; do sleep 0.2; done; {stop}; rm -rf '{directory}'",
         std::process::id(),
-        directory.display()
+        directory = directory.display()
     );
     let mut shell = Command::new("sh");
     shell.args(["-c", &script]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
