@@ -506,3 +506,46 @@ $$;
 SELECT {schema}.make_partition({schema}.today());
 SELECT {schema}.make_partition({schema}.today() + 1);
 INSERT INTO {schema}.epoch (day) VALUES ({schema}.today());
+
+-- Maintenance. Nothing of it lives in a session, which may be another client's a moment later behind a pooler.
+
+-- Who does the maintenance, and how long the others leave it to it, by the database's own clock.
+CREATE TABLE {schema}.maintenance (
+    only_row bool PRIMARY KEY DEFAULT true CHECK (only_row),
+    leader uuid NOT NULL DEFAULT '00000000-0000-0000-0000-000000000000',
+    until timestamptz NOT NULL DEFAULT '-infinity'
+);
+INSERT INTO {schema}.maintenance DEFAULT VALUES;
+
+-- Becomes or stays the one who does the maintenance, unless another is. In a transaction with a step of it, the row's lock
+-- keeps others out until that step is done.
+CREATE FUNCTION {schema}.lead(p_leader uuid, p_for interval)
+RETURNS bool
+LANGUAGE plpgsql VOLATILE
+AS $$
+BEGIN
+    UPDATE {schema}.maintenance m
+    SET leader = p_leader, until = pg_catalog.clock_timestamp() + p_for
+    WHERE m.leader = p_leader OR m.until <= pg_catalog.clock_timestamp();
+    RETURN FOUND;
+END
+$$;
+
+-- Drops the partition of a day that is over, once it is detached.
+CREATE FUNCTION {schema}.drop_partition(v_name name)
+RETURNS bool
+LANGUAGE plpgsql VOLATILE
+AS $$
+BEGIN
+    IF EXISTS (
+        SELECT FROM pg_catalog.pg_inherits i
+        JOIN pg_catalog.pg_class c ON c.oid = i.inhrelid
+        WHERE c.relname = v_name AND c.relnamespace = '{schema}'::regnamespace
+    ) THEN
+        RETURN false;
+    END IF;
+    EXECUTE pg_catalog.format('DROP TABLE IF EXISTS {schema}.%I', v_name);
+    DELETE FROM {schema}.partitions p WHERE p.name = v_name;
+    RETURN FOUND;
+END
+$$;

@@ -1,16 +1,22 @@
 //! Changing the day, making partitions ahead, and dropping those that are over.
+//!
+//! Nothing depends on the server's session, which behind a pooler is another client's a moment later. Who does the
+//! maintenance stands in a row, for a while; each step is one message, with the settings that hold for its transaction only.
+//! `DETACH … CONCURRENTLY` alone runs in no transaction, and so without settings: see [`Round::detach`].
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use idem_core::{Operation, StoreError};
-use sqlx::{AssertSqlSafe, Connection, Row};
+use sqlx::pool::PoolConnection;
+use sqlx::postgres::{PgRow, Postgres};
+use sqlx::types::Uuid;
+use sqlx::{AssertSqlSafe, PgPool, Row};
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tracing::{debug, warn};
 
 use crate::error::{Stage, store_error};
-use crate::schema::failed;
 use crate::store::PostgresStore;
 
 /// What one round of maintenance did.
@@ -29,6 +35,14 @@ pub struct Maintained {
 
 /// How long the change of day waits for those who write, and so the longest for which it holds up those who come after.
 const PATIENCE: &str = "100ms";
+/// How long a step waits that holds nobody up.
+const LONG_PATIENCE: &str = "5s";
+/// How long others leave the maintenance to a process that was at it, where that one has said nothing more.
+const LEAD: &str = "30 s";
+/// A detach is not begun while a transaction that is older uses the table: it would wait for it.
+const OLD: &str = "1 s";
+/// How long a detach may wait for those that have begun to use the table just before. Shorter than [`LEAD`].
+const DETACH: Duration = Duration::from_secs(10);
 
 /// How often a maintenance task looks.
 const INTERVAL: Duration = Duration::from_secs(60);
@@ -83,104 +97,235 @@ impl PostgresStore {
     ///
     /// Callers hardly notice. The change of day waits at most 100 ms for transactions that have written, and gives up
     /// until the next round where that is not enough: a transaction that the user holds open delays the change of day and
-    /// nobody else.
+    /// nobody else. A partition is detached when no transaction of more than a second uses the table; callers do not wait for
+    /// that.
     ///
     /// # Errors
     /// The store's own trouble; the next round goes on.
     ///
     /// # Cancellation
-    /// Every step is done or not done; the next round goes on.
+    /// Every step is done or not done; the next round goes on, half a minute later at the latest.
+    ///
+    /// # Cost
+    /// One round trip where another process does the work; some six otherwise, and as many for each partition dropped.
     pub async fn maintain(&self) -> Result<Maintained, StoreError> {
-        let schema = self.config.schema.quoted();
-        let mut connection = self
-            .pool
-            .acquire()
-            .await
-            .map_err(|error| store_error(error, Stage::Acquire, Operation::Purge))?
-            // Closed at the end: it holds settings and a lock of the session.
-            .detach();
-        let run = |sql: String| sqlx::raw_sql(AssertSqlSafe(sql));
-        let lock = self.config.schema.lock() ^ 2;
-        let alone = run(format!("SELECT pg_try_advisory_lock({lock})"))
-            .fetch_one(&mut connection)
-            .await
-            .and_then(|row| row.try_get::<bool, _>(0))
-            .map_err(failed)?;
-        let mut done = Maintained::default();
-        if !alone {
-            return Ok(done);
+        let connection =
+            self.pool.acquire().await.map_err(|error| store_error(error, Stage::Acquire, Operation::Purge))?;
+        let mut round = Round {
+            pool: &self.pool,
+            connection: Some(connection),
+            schema: self.config.schema.quoted(),
+            // One for each round: two of this process are no better than two of two.
+            leader: Uuid::from_bytes(rand::random()),
+            done: Maintained::default(),
+        };
+        let result = match round.lead().await {
+            Ok(true) => {
+                let result = round.work(self.config.max_retention).await;
+                if result.is_err() {
+                    // It may be broken.
+                    round.connection = None;
+                }
+                // So that another can go on at once. Where it cannot be said, it will be known in a while.
+                drop(round.leave().await);
+                result
+            }
+            Ok(false) => Ok(()),
+            Err(error) => Err(error),
+        };
+        result.map(|()| round.done).map_err(|error| store_error(error, Stage::Execute, Operation::Purge))
+    }
+}
+
+/// One round of maintenance, of the process that does it.
+struct Round<'a> {
+    pool: &'a PgPool,
+    /// `None` after one that was left behind in the middle of a statement.
+    connection: Option<PoolConnection<Postgres>>,
+    schema: String,
+    leader: Uuid,
+    done: Maintained,
+}
+
+impl Round<'_> {
+    async fn connection(&mut self) -> Result<&mut PoolConnection<Postgres>, sqlx::Error> {
+        let connection = match self.connection.take() {
+            Some(connection) => connection,
+            None => self.pool.acquire().await?,
+        };
+        Ok(self.connection.insert(connection))
+    }
+
+    /// Sends statements as one message, which is one transaction, and gives the first row.
+    async fn ask(&mut self, sql: String) -> Result<Option<PgRow>, sqlx::Error> {
+        sqlx::raw_sql(AssertSqlSafe(sql)).fetch_optional(&mut **self.connection().await?).await
+    }
+
+    /// Whether this process does the maintenance, from now on for a while.
+    async fn lead(&mut self) -> Result<bool, sqlx::Error> {
+        let sql =
+            format!("SET LOCAL lock_timeout = '{PATIENCE}'; SELECT {}.lead('{}', '{LEAD}')", self.schema, self.leader);
+        match self.ask(sql).await {
+            Ok(row) => row.ok_or(sqlx::Error::RowNotFound)?.try_get(0),
+            // Another is in the middle of a step.
+            Err(error) if has_code(&error, &[LOCK_TIMEOUT]) => Ok(false),
+            Err(error) => Err(error),
         }
-        run(format!("SET lock_timeout = '{PATIENCE}'")).execute(&mut connection).await.map_err(failed)?;
+    }
+
+    async fn leave(&mut self) -> Result<(), sqlx::Error> {
+        let (schema, leader) = (&self.schema, self.leader);
+        let sql = format!("UPDATE {schema}.maintenance SET until = '-infinity' WHERE leader = '{leader}'");
+        self.ask(sql).await.map(drop)
+    }
+
+    /// A step that a function takes, while this process does the maintenance: `None` where it does no more.
+    async fn step(&mut self, patience: &str, call: &str) -> Result<Option<bool>, sqlx::Error> {
+        let (schema, leader) = (&self.schema, self.leader);
+        let sql = format!(
+            "SET LOCAL lock_timeout = '{patience}'; \
+             SELECT {schema}.{call} WHERE {schema}.lead('{leader}', '{LEAD}')"
+        );
+        self.ask(sql).await?.map(|row| row.try_get(0)).transpose()
+    }
+
+    async fn work(&mut self, max_retention: Duration) -> Result<(), sqlx::Error> {
+        let schema = self.schema.clone();
         for ahead in 0..2 {
-            let sql = format!("SELECT {schema}.make_partition({schema}.today() + {ahead})");
-            let made = run(sql).fetch_one(&mut connection).await.and_then(|row| row.try_get::<bool, _>(0));
-            done.made += u32::from(made.map_err(failed)?);
+            let make = format!("make_partition({schema}.today() + {ahead})");
+            let Some(made) = self.step(LONG_PATIENCE, &make).await? else { return Ok(()) };
+            self.done.made += u32::from(made);
         }
-        let micros = self.config.max_retention.as_micros();
-        let change = format!("SELECT {schema}.change_day({schema}.today(), {micros} * interval '1 us')");
-        match run(change).fetch_one(&mut connection).await.and_then(|row| row.try_get(0)) {
-            Ok(changed) => done.day_changed = changed,
-            Err(error) if is_lock_timeout(&error) => done.day_delayed = true,
-            Err(error) => return Err(failed(error)),
+        let micros = max_retention.as_micros();
+        let change = format!("change_day({schema}.today(), {micros} * interval '1 us')");
+        match self.step(PATIENCE, &change).await {
+            Ok(Some(changed)) => self.done.day_changed = changed,
+            Ok(None) => return Ok(()),
+            Err(error) if has_code(&error, &[LOCK_TIMEOUT]) => self.done.day_delayed = true,
+            Err(error) => return Err(error),
         }
-        // Detaching waits for transactions that use the table, and holds up nobody meanwhile.
-        run("SET lock_timeout = '5s'".to_owned()).execute(&mut connection).await.map_err(failed)?;
-        let over = run(format!(
-            "SELECT p.name::text, i.inhrelid IS NOT NULL, coalesce(i.inhdetachpending, false) \
-             FROM {schema}.partitions p \
-             LEFT JOIN pg_catalog.pg_class c ON c.relname = p.name AND c.relnamespace = '{schema}'::regnamespace \
-             LEFT JOIN pg_catalog.pg_inherits i ON i.inhrelid = c.oid \
-             WHERE p.expires_at < clock_timestamp() + (SELECT e.shift FROM {schema}.epoch e) ORDER BY p.day"
-        ))
-        .fetch_all(&mut connection)
-        .await
-        .map_err(failed)?;
-        for row in over {
-            let name: String = row.try_get(0).map_err(failed)?;
-            let (attached, pending): (bool, bool) = (row.try_get(1).map_err(failed)?, row.try_get(2).map_err(failed)?);
+        for name in self.expired().await? {
+            if !self.lead().await? {
+                return Ok(());
+            }
+            if self.detach(&name).await? {
+                let dropped = self.step(LONG_PATIENCE, &format!("drop_partition('{name}')")).await;
+                match dropped {
+                    Ok(dropped) => self.done.dropped += u32::from(dropped == Some(true)),
+                    // Somebody reads it by its name.
+                    Err(error) if has_code(&error, &[LOCK_TIMEOUT]) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The partitions whose records have all expired, the oldest first.
+    async fn expired(&mut self) -> Result<Vec<String>, sqlx::Error> {
+        let schema = self.schema.clone();
+        let now = format!("clock_timestamp() + (SELECT e.shift FROM {schema}.epoch e)");
+        let closed =
+            format!("SELECT p.name::text FROM {schema}.partitions p WHERE p.expires_at < {now} ORDER BY p.day");
+        let rows = sqlx::raw_sql(AssertSqlSafe(closed)).fetch_all(&mut **self.connection().await?).await?;
+        let mut names = Vec::with_capacity(rows.len());
+        for row in rows {
+            let name: String = row.try_get(0)?;
             // Looked at rather than trusted: another process may allow longer retentions than the one that closed the day.
-            let longest = run(format!("SELECT max(expires_at)::text FROM {schema}.\"{name}\""))
-                .fetch_one(&mut connection)
-                .await
-                .and_then(|row| row.try_get::<Option<String>, _>(0))
-                .map_err(failed)?;
-            if let Some(longest) = longest {
-                let lives = run(format!(
-                    "UPDATE {schema}.partitions p SET expires_at = '{longest}' WHERE p.name = '{name}' \
-                     AND '{longest}'::timestamptz > clock_timestamp() + (SELECT e.shift FROM {schema}.epoch e)"
-                ))
-                .execute(&mut connection)
-                .await
-                .map_err(failed)?;
-                if lives.rows_affected() > 0 {
-                    continue;
+            let longest = match self.ask(format!("SELECT max(expires_at)::text FROM {schema}.\"{name}\"")).await {
+                Ok(longest) => longest.ok_or(sqlx::Error::RowNotFound)?.try_get::<Option<String>, _>(0)?,
+                // It is gone, and only its row is left.
+                Err(error) if has_code(&error, &[UNDEFINED_TABLE]) => None,
+                Err(error) => return Err(error),
+            };
+            let lives = match longest {
+                None => false,
+                Some(longest) => {
+                    let longer = format!(
+                        "UPDATE {schema}.partitions SET expires_at = '{longest}' WHERE name = '{name}' \
+                         AND '{longest}'::timestamptz > {now} RETURNING true"
+                    );
+                    self.ask(longer).await?.is_some()
                 }
+            };
+            if !lives {
+                names.push(name);
             }
-            if attached {
-                let how = if pending { "FINALIZE" } else { "CONCURRENTLY" };
-                let detach = format!("ALTER TABLE {schema}.records DETACH PARTITION {schema}.\"{name}\" {how}");
-                match run(detach).execute(&mut connection).await {
-                    Ok(_) => {}
-                    // The next round finalizes it.
-                    Err(error) if is_lock_timeout(&error) => continue,
-                    Err(error) => return Err(failed(error)),
-                }
-            }
-            run(format!(
-                "BEGIN; DROP TABLE IF EXISTS {schema}.\"{name}\"; DELETE FROM {schema}.partitions WHERE name = '{name}'; COMMIT"
-            ))
-            .execute(&mut connection)
-            .await
-            .map_err(failed)?;
-            done.dropped += 1;
         }
-        // What is not closed properly ends with the connection all the same.
-        drop(connection.close().await);
-        Ok(done)
+        Ok(names)
+    }
+
+    /// Detaches a partition, and tells whether it is detached.
+    ///
+    /// It first becomes *pending*: new queries do not see it any more. The server then waits for every transaction that
+    /// uses the table, holding up nobody, and finishes. If that is interrupted, it stays pending, and is finished by a
+    /// later round. Two processes at it at once end in an error for one of them, and one detached partition.
+    ///
+    /// The first part runs in no transaction, so no setting can limit the wait. So it is not begun while an older
+    /// transaction uses the table; and where it waits for too long all the same, it is cancelled.
+    async fn detach(&mut self, name: &str) -> Result<bool, sqlx::Error> {
+        let schema = self.schema.clone();
+        let state = format!(
+            "SELECT i.inhdetachpending FROM pg_catalog.pg_inherits i \
+             JOIN pg_catalog.pg_class c ON c.oid = i.inhrelid \
+             WHERE c.relname = '{name}' AND c.relnamespace = '{schema}'::regnamespace"
+        );
+        let Some(row) = self.ask(state).await? else { return Ok(true) };
+        let detach = format!("ALTER TABLE {schema}.records DETACH PARTITION {schema}.\"{name}\"");
+        let done = if row.try_get(0)? {
+            self.ask(format!("SET LOCAL lock_timeout = '{LONG_PATIENCE}'; {detach} FINALIZE")).await.map(|_| true)
+        } else if self.in_use().await? {
+            Ok(false)
+        } else {
+            self.detach_concurrently(format!("{detach} CONCURRENTLY")).await
+        };
+        match done {
+            // Others are at it, or use it.
+            Err(error) if has_code(&error, LEFT_TO_A_LATER_ROUND) => Ok(false),
+            done => done,
+        }
+    }
+
+    /// Whether a transaction uses the table that has lasted for a while, or one that was prepared for a two-phase commit.
+    async fn in_use(&mut self) -> Result<bool, sqlx::Error> {
+        let sql = format!(
+            "SELECT EXISTS (\
+                 SELECT FROM pg_catalog.pg_locks l LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid \
+                 WHERE l.locktype = 'relation' AND l.relation = '{}.records'::regclass AND l.granted \
+                 AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database()) \
+                 AND (l.pid IS NULL OR a.xact_start < clock_timestamp() - interval '{OLD}'))",
+            self.schema
+        );
+        self.ask(sql).await?.ok_or(sqlx::Error::RowNotFound)?.try_get(0)
+    }
+
+    async fn detach_concurrently(&mut self, sql: String) -> Result<bool, sqlx::Error> {
+        let detach = sqlx::raw_sql(AssertSqlSafe(sql.clone())).execute(&mut **self.connection().await?);
+        let Ok(done) = timeout(DETACH, detach).await else {
+            // Not to be used by others: it waits still.
+            drop(self.connection.take().map(PoolConnection::detach));
+            // Whichever session it was given. What is waited for holds nobody up, but takes a connection of the pooler's.
+            let cancel = format!(
+                "SELECT count(pg_cancel_backend(a.pid)) FROM pg_catalog.pg_stat_activity a \
+                 WHERE a.query = $sql${sql}$sql$ AND a.state = 'active' AND a.datname = current_database() \
+                 AND a.usename = current_user"
+            );
+            self.ask(cancel).await?;
+            return Ok(false);
+        };
+        done.map(|_| true)
     }
 }
 
 /// lock_not_available
-fn is_lock_timeout(error: &sqlx::Error) -> bool {
-    error.as_database_error().and_then(|error| error.code()).is_some_and(|code| code == "55P03")
+const LOCK_TIMEOUT: &str = "55P03";
+/// undefined_table
+const UNDEFINED_TABLE: &str = "42P01";
+/// And object_not_in_prerequisite_state, deadlock_detected, query_canceled: another is detaching the partition or has just
+/// done so, or it is in use.
+const LEFT_TO_A_LATER_ROUND: &[&str] = &[LOCK_TIMEOUT, UNDEFINED_TABLE, "55000", "40P01", "57014"];
+
+fn has_code(error: &sqlx::Error, codes: &[&str]) -> bool {
+    let code = error.as_database_error().and_then(|error| error.code());
+    code.is_some_and(|code| codes.contains(&&*code))
 }

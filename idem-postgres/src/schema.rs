@@ -9,7 +9,7 @@ use crate::error::{PostgresError, Stage, own_error, store_error};
 /// By version, from 1 on. A version that was released is not changed: another follows it.
 const MIGRATIONS: &[&str] = &[include_str!("../migrations/0001_records.sql")];
 
-pub(crate) fn failed(error: sqlx::Error) -> StoreError {
+fn failed(error: sqlx::Error) -> StoreError {
     store_error(error, Stage::Execute, Operation::Setup)
 }
 
@@ -28,8 +28,8 @@ pub(crate) async fn migrate(pool: &PgPool, schema: &Schema) -> Result<(), StoreE
         .execute(&mut *transaction)
         .await
         .map_err(failed)?;
-    let exists = sqlx::query("SELECT to_regclass($1) IS NOT NULL")
-        .bind(format!("{quoted}.version"))
+    // Whose name needs no escapes.
+    let exists = run(format!("SELECT to_regclass('{quoted}.version') IS NOT NULL"))
         .fetch_one(&mut *transaction)
         .await
         .and_then(|row| row.try_get::<bool, _>(0))
@@ -62,7 +62,7 @@ pub(crate) async fn migrate(pool: &PgPool, schema: &Schema) -> Result<(), StoreE
 }
 
 async fn version(connection: &mut sqlx::PgConnection, schema: &Schema) -> Result<i32, StoreError> {
-    sqlx::query(AssertSqlSafe(format!("SELECT version FROM {}.version", schema.quoted())))
+    sqlx::raw_sql(AssertSqlSafe(format!("SELECT version FROM {}.version", schema.quoted())))
         .fetch_one(connection)
         .await
         .and_then(|row| row.try_get(0))
