@@ -5,6 +5,7 @@
 //!
 //! - *by hand*, through the same pool: what a team would write, one `INSERT … ON CONFLICT` and one `UPDATE` for each
 //!   request, on one plain table;
+//! - *unprepared*: the store as it works through pgbouncer in transaction mode, without the pooler itself;
 //! - *pgbench*, where it is installed: the same SQL functions, called by the server's own load generator in batches of 512
 //!   that lie ready in a table, so that it has next to nothing to do itself.
 //!
@@ -66,19 +67,24 @@ async fn main() {
     .unwrap();
     let config = Config::default();
     PostgresStore::migrate(&pool, &config).await.unwrap();
+    let unprepared = config.clone().with_prepared_statements(false);
+    let unprepared = Arc::new(PostgresStore::open(pool.clone(), unprepared).await.unwrap());
     let store = Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap());
     println!("{:>8} {:>10} {:>10} {:>10} {:>10} {:>10}", "callers", "", "pairs/s", "mean", "p50", "p99");
     let mut fastest = 0.0_f64;
     for callers in setting("IDEM_BENCH_CALLERS", if is_smoke() { "8" } else { "1,64,1024" }) {
-        let (mut hand, mut idem) = (Measured::default(), Measured::default());
+        let (mut hand, mut idem, mut simple) = (Measured::default(), Measured::default(), Measured::default());
         for _ in 0..ROUNDS {
             let by_hand_pool = pool.clone();
             let turn = time / ROUNDS;
             hand.add(measure(callers, turn, move |number| by_hand(by_hand_pool.clone(), number)).await);
             let store = store.clone();
             idem.add(measure(callers, turn, move |number| by_store(store.clone(), number)).await);
+            let store = unprepared.clone();
+            simple.add(measure(callers, turn, move |number| by_store(store.clone(), number)).await);
         }
         line(callers, "by hand", &mut hand);
+        line(callers, "unprepared", &mut simple);
         line(callers, "idem", &mut idem);
         println!(
             "{callers:>8} {:>10} {:>10.2} {:>10.2} {:>10.2} {:>10.2}",

@@ -11,11 +11,12 @@ use idem_core::{
 };
 use sqlx::postgres::{PgRow, Postgres};
 use sqlx::types::Uuid;
-use sqlx::{AssertSqlSafe, Executor, Row};
+use sqlx::{Executor, Row};
 
-use crate::config::Schema;
+use crate::config::Config;
 use crate::error::{PostgresError, STORE, Stage, own_error, store_error};
 use crate::headers;
+use crate::query::Query;
 
 /// A call under a lease.
 #[derive(Debug, Clone)]
@@ -66,34 +67,45 @@ pub(crate) struct Statements {
     reserve: Arc<str>,
     settle: Arc<str>,
     fetch: Arc<str>,
+    /// Whether they are prepared in the server's session.
+    prepared: bool,
 }
 
 /// A record's columns, of the row or composite of that name; times are microseconds since the epoch.
-fn columns(of: &str) -> String {
+///
+/// Bytes in the text of an answer look as the session's `bytea_output` says; so they are written out here.
+fn columns(of: &str, prepared: bool) -> String {
+    let bytes = |column: &str| match prepared {
+        true => format!("{of}.{column}"),
+        false => format!("chr(92) || 'x' || encode({of}.{column}, 'hex')"),
+    };
     let micros = |column: &str| format!("(extract(epoch from {of}.{column}) * 1000000)::bigint");
     format!(
-        "{of}.state::text, {of}.attempt, {of}.token, {of}.fingerprint, {of}.origin::text, {of}.previous_token, \
+        "{of}.state::text, {of}.attempt, {of}.token, {}, {of}.origin::text, {of}.previous_token, \
          {of}.previous_attempt, {}, (extract(epoch from {of}.retention) * 1000000)::bigint, {}, {}, {}, {}, {}, \
-         {of}.failure, {of}.code, {of}.withheld, {of}.headers, {of}.body",
+         {of}.failure, {of}.code, {of}.withheld, {}, {}",
+        bytes("fingerprint"),
         micros("previous_started_at"),
         micros("created_at"),
         micros("started_at"),
         micros("updated_at"),
         micros("lease_until"),
         micros("expires_at"),
+        bytes("headers"),
+        bytes("body"),
     )
 }
 
 impl Statements {
-    pub(crate) fn new(schema: &Schema) -> Self {
-        let schema = schema.quoted();
+    pub(crate) fn new(config: &Config) -> Self {
+        let (schema, prepared) = (config.schema.quoted(), config.prepared_statements);
         let now = |time: &str| format!("(extract(epoch from {time}) * 1000000)::bigint");
         Self {
             reserve: format!(
                 "SELECT a.acquired, (a.answer).place, (a.answer).verdict::text, {}, {} \
                  FROM {schema}.reserve($1, $2, $3, $4, $5, $6, $7, $8) a {READ_COMMITTED}",
                 now("(a.answer).now"),
-                columns("((a.answer).record)"),
+                columns("((a.answer).record)", prepared),
             )
             .into(),
             settle: format!(
@@ -105,10 +117,15 @@ impl Statements {
                 "SELECT {}, {} FROM {schema}.records r, {schema}.epoch e \
                  WHERE r.scope = $1 AND r.id = $2 AND r.expires_at > statement_timestamp() + e.shift",
                 now("statement_timestamp() + e.shift"),
-                columns("r"),
+                columns("r", prepared),
             )
             .into(),
+            prepared,
         }
+    }
+
+    fn query(&self, text: &Arc<str>) -> Query {
+        Query::new(text, self.prepared)
     }
 
     /// Reserves, in one statement. The requests are in the order of their keys. An answer each.
@@ -126,7 +143,8 @@ impl Statements {
         let fingerprints: Vec<Option<&[u8]>> =
             requests.iter().map(|request| request.fingerprint.as_ref().map(|print| &print.as_bytes()[..])).collect();
         let refusals: Vec<bool> = requests.iter().map(|request| request.on_abandoned == OnAbandoned::Refuse).collect();
-        let rows = sqlx::query(AssertSqlSafe(self.reserve.clone()))
+        let rows = self
+            .query(&self.reserve)
             .bind(of(|request| request.key.scope()))
             .bind(of(|request| request.key.id()))
             .bind(tokens)
@@ -134,7 +152,7 @@ impl Statements {
             .bind(leases)
             .bind(retentions)
             .bind(refusals)
-            .bind(patience.setting())
+            .bind(patience.setting().as_deref())
             .fetch_all(executor)
             .await
             .map_err(|error| store_error(error, Stage::Execute, Operation::Reserve))?;
@@ -181,7 +199,8 @@ impl Statements {
             failures.push(failure);
         }
         let operation = calls.first().map_or(Operation::Complete, |(_, call)| call.operation());
-        let row = sqlx::query(AssertSqlSafe(self.settle.clone()))
+        let row = self
+            .query(&self.settle)
             .bind(kinds)
             .bind(calls.iter().map(|(lease, _)| lease.key.scope()).collect::<Vec<_>>())
             .bind(calls.iter().map(|(lease, _)| lease.key.id()).collect::<Vec<_>>())
@@ -192,7 +211,7 @@ impl Statements {
             .bind(lines)
             .bind(bodies)
             .bind(failures)
-            .bind(patience.setting())
+            .bind(patience.setting().as_deref())
             .fetch_optional(executor)
             .await
             .map_err(|error| store_error(error, Stage::Execute, operation))?;
@@ -213,12 +232,8 @@ impl Statements {
         key: &Key,
     ) -> Result<Option<Record>, StoreError> {
         let failed = |error| store_error(error, Stage::Execute, Operation::Fetch);
-        let row = sqlx::query(AssertSqlSafe(self.fetch.clone()))
-            .bind(key.scope())
-            .bind(key.id())
-            .fetch_optional(executor)
-            .await
-            .map_err(failed)?;
+        let row =
+            self.query(&self.fetch).bind(key.scope()).bind(key.id()).fetch_optional(executor).await.map_err(failed)?;
         let Some(row) = row else { return Ok(None) };
         let now = row.try_get(0).map(time).map_err(failed)?;
         match read_record(&row, 1, key, now).map_err(failed)? {
@@ -281,18 +296,19 @@ fn read_record(
     let state: String = row.try_get(first)?;
     let attempt: i32 = row.try_get(first + 1)?;
     let token: Uuid = row.try_get(first + 2)?;
-    let fingerprint: Option<&[u8]> = row.try_get(first + 3)?;
+    // Bytes, or their digits as text.
+    let fingerprint: Option<Vec<u8>> = row.try_get_unchecked(first + 3)?;
     let origin: String = row.try_get(first + 4)?;
     let previous: (Option<Uuid>, Option<i32>, Option<i64>) =
         (row.try_get(first + 5)?, row.try_get(first + 6)?, row.try_get(first + 7)?);
     let failure: Option<&str> = row.try_get(first + 14)?;
     let code: Option<i32> = row.try_get(first + 15)?;
     let withheld: Option<i16> = row.try_get(first + 16)?;
-    let lines: Option<Vec<u8>> = row.try_get(first + 17)?;
-    let body: Option<Vec<u8>> = row.try_get(first + 18)?;
+    let lines: Option<Vec<u8>> = row.try_get_unchecked(first + 17)?;
+    let body: Option<Vec<u8>> = row.try_get_unchecked(first + 18)?;
     let number = |number: i32| u32::try_from(number).map_err(|_| PostgresError::Column("attempt"));
     let content = || -> Result<(State, Option<Fingerprint>, Origin), PostgresError> {
-        let fingerprint = match fingerprint.map(<[u8; 32]>::try_from) {
+        let fingerprint = match fingerprint.as_deref().map(<[u8; 32]>::try_from) {
             None => None,
             Some(Ok(bytes)) => Some(Fingerprint::from_bytes(bytes)),
             Some(Err(_)) => return Err(PostgresError::Column("fingerprint")),

@@ -21,6 +21,27 @@ pub struct Config {
     pub call_timeout: Duration,
     /// How calls are gathered. Default: [`Batching::default`].
     pub batching: Batching,
+    /// Whether statements are prepared in the server's session. Default: true.
+    ///
+    /// **Turn it off where connections lead through pgbouncer in transaction mode**, or another pooler that gives the
+    /// server's session to somebody else after each transaction. A prepared statement would be missing in the next session,
+    /// or be another client's of the same name. Each call, a batch too, is then one message of the simple protocol, with the
+    /// values as literals that cannot be taken for anything else. The functions and round trips are the same; a call
+    /// takes the server somewhat longer, and an outcome twice its bytes on the wire.
+    ///
+    /// - pgbouncer 1.21 and later can keep prepared statements in transaction mode where its `max_prepared_statements` is
+    ///   above 0. This crate's tests do not cover that; turned off works with every version.
+    /// - pgbouncer refuses to open a connection with the setting `extra_float_digits` unless it is told to ignore it, and
+    ///   sqlx sends it. A pool that [`connect`](crate::PostgresStore::connect) makes does not. For a pool of your own, say
+    ///   [`PgConnectOptions::extra_float_digits(None)`](sqlx::postgres::PgConnectOptions::extra_float_digits), and
+    ///   [`disable_statement_logging`](sqlx::ConnectOptions::disable_statement_logging): the text of the statements holds
+    ///   keys and outcomes, in hexadecimal digits. So does the server's log, where it is set to log statements.
+    /// - [`statement_cache_capacity(0)`](sqlx::postgres::PgConnectOptions::statement_cache_capacity) does not help in place
+    ///   of this: the statement is prepared anew then, but in a message of its own, and the next one may meet another
+    ///   session.
+    /// - Your own queries in a transaction with [`complete_in`](crate::PostgresStore::complete_in) are yours to adapt:
+    ///   `.persistent(false)` is enough there, since a transaction stays in one session.
+    pub prepared_statements: bool,
 }
 
 impl Default for Config {
@@ -31,6 +52,7 @@ impl Default for Config {
             outcome_limit: DEFAULT_OUTCOME_LIMIT,
             call_timeout: Duration::from_secs(10),
             batching: Batching::default(),
+            prepared_statements: true,
         }
     }
 }
@@ -58,6 +80,12 @@ impl Config {
     #[must_use]
     pub fn with_call_timeout(self, call_timeout: Duration) -> Self {
         Self { call_timeout, ..self }
+    }
+
+    /// With statements that are prepared, or, where connections lead through pgbouncer in transaction mode, are not.
+    #[must_use]
+    pub fn with_prepared_statements(self, prepared_statements: bool) -> Self {
+        Self { prepared_statements, ..self }
     }
 
     /// With that way of gathering calls.

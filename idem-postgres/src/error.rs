@@ -2,6 +2,7 @@
 
 use idem_core::{ErrorClass, ErrorKind, Operation, StoreError};
 use sqlx::Error as Sqlx;
+use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
 /// The name of this store in errors.
 pub(crate) const STORE: &str = "postgres";
@@ -27,6 +28,12 @@ pub enum PostgresError {
     /// A transaction in which the functions do not see what others have committed meanwhile.
     #[error("the transaction's isolation has to be read committed")]
     Isolation,
+    /// A prepared statement was not there, or not the one that was prepared.
+    #[error(
+        "a prepared statement was missing or another one, as happens behind pgbouncer in transaction mode: turn them off \
+         with Config::with_prepared_statements(false)"
+    )]
+    PreparedStatements(#[source] Sqlx),
     /// Bytes in a column that this crate did not write.
     #[error("the record's {0} cannot be read")]
     Column(&'static str),
@@ -45,7 +52,10 @@ pub(crate) enum Stage {
 pub(crate) fn classify(error: &Sqlx, stage: Stage) -> (ErrorKind, ErrorClass) {
     match error {
         Sqlx::Database(database) => match database.code() {
-            Some(code) => by_code(&code),
+            Some(code) => match (by_code(&code), stage) {
+                ((kind, ErrorClass::Unknown), Stage::Acquire) => (kind, ErrorClass::Retryable),
+                (classified, _) => classified,
+            },
             None => (ErrorKind::Other, ErrorClass::Unknown),
         },
         Sqlx::PoolTimedOut => (ErrorKind::Timeout, ErrorClass::Retryable),
@@ -91,6 +101,8 @@ fn by_code(code: &str) -> (ErrorKind, ErrorClass) {
         "55P03" => (ErrorKind::Conflict, ErrorClass::Retryable),
         // read_only_sql_transaction: a replica, or a former primary. Another server may take the call.
         "25006" => (ErrorKind::Misconfigured, ErrorClass::Retryable),
+        // invalid_sql_statement_name, duplicate_prepared_statement.
+        "26000" | "42P05" => (ErrorKind::Misconfigured, ErrorClass::Permanent),
         // No such table, function, column, type, schema, database or role; no rights; no password.
         "42P01" | "42883" | "42703" | "42704" | "3F000" | "3D000" | "42501" => {
             (ErrorKind::Misconfigured, ErrorClass::Permanent)
@@ -102,10 +114,37 @@ fn by_code(code: &str) -> (ErrorKind, ErrorClass) {
     }
 }
 
+/// Whether the server has met another prepared statement than the one that was meant, or none.
+fn is_of_prepared_statements(error: &Sqlx) -> bool {
+    let Some(error) = error.as_database_error().and_then(|error| error.try_downcast_ref::<PgDatabaseError>()) else {
+        return false;
+    };
+    match error.code() {
+        "26000" | "42P05" => true,
+        // protocol_violation: from the server, values that do not fit the statement. pgbouncer gives this code to whatever
+        // it has to say, and closes the connection then.
+        "08P01" => !matches!(error.severity(), PgSeverity::Fatal | PgSeverity::Panic),
+        _ => false,
+    }
+}
+
 /// The contract's error for one of the driver's.
 pub(crate) fn store_error(error: Sqlx, stage: Stage, operation: Operation) -> StoreError {
+    if is_of_prepared_statements(&error) {
+        return own_error(PostgresError::PreparedStatements(error), operation)
+            .with_context("behind pgbouncer in transaction mode, Config::with_prepared_statements(false) is needed");
+    }
     let (kind, class) = classify(&error, stage);
-    StoreError::new(kind, STORE, operation).with_class(class).with_source(error)
+    let code = error.as_database_error().and_then(|error| error.code());
+    let refused = stage == Stage::Acquire && code.is_some_and(|code| code == "08P01");
+    let answer = StoreError::new(kind, STORE, operation).with_class(class).with_source(error);
+    if refused {
+        return answer.with_context(
+            "a pooler refused the connection; to pgbouncer, a pool must not send the setting extra_float_digits: see \
+             Config::prepared_statements",
+        );
+    }
+    answer
 }
 
 /// The contract's error for one of this crate's.
@@ -126,7 +165,7 @@ mod tests {
         for code in ["40001", "40P01", "55P03", "57014", "53100", "53300", "57P03", "25006"] {
             assert_eq!(by_code(code).1, ErrorClass::Retryable, "{code}");
         }
-        for code in ["42P01", "42501", "28P01", "23514", "22P02", "XX001"] {
+        for code in ["42P01", "42501", "28P01", "23514", "22P02", "26000", "42P05", "XX001"] {
             assert_eq!(by_code(code).1, ErrorClass::Permanent, "{code}");
         }
         for code in ["08006", "40003", "57P01", "57P02"] {

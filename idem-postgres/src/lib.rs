@@ -8,6 +8,7 @@ mod connections;
 mod error;
 mod headers;
 mod maintain;
+mod query;
 mod schema;
 mod store;
 mod transaction;

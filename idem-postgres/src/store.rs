@@ -10,8 +10,8 @@ use idem_core::{
     Capabilities, Failure, InvalidInput, Key, KeyStore, Lease, Operation, Outcome, PurgeBudget, Purged, Record,
     Reservation, Reserve, StoreError,
 };
-use sqlx::PgPool;
-use sqlx::postgres::{PgConnection, PgPoolOptions};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgPoolOptions};
+use sqlx::{ConnectOptions, PgPool};
 use tokio::time::{Instant, timeout_at};
 
 use crate::batch::{Batched, Batcher};
@@ -68,7 +68,7 @@ impl PostgresStore {
     }
 
     fn over(pool: PgPool, config: Config) -> Self {
-        let statements = Arc::new(Statements::new(&config.schema));
+        let statements = Arc::new(Statements::new(&config));
         let connections = Connections::new(pool.clone());
         let (batching, call_timeout) = (config.batching, config.call_timeout);
         Self {
@@ -115,12 +115,20 @@ impl PostgresStore {
 
 async fn own_pool(url: &str, config: &Config) -> Result<PgPool, StoreError> {
     let connections = u32::try_from(config.batching.statements).unwrap_or(u32::MAX).saturating_mul(2).saturating_add(2);
+    let failed = |error| store_error(error, Stage::Acquire, Operation::Setup);
+    // A setting for numbers that are not used here, which pgbouncer refuses.
+    let mut options: PgConnectOptions = url.parse().map_err(failed)?;
+    options = options.extra_float_digits(None);
+    if !config.prepared_statements {
+        // Their text holds keys and outcomes.
+        options = options.disable_statement_logging();
+    }
     PgPoolOptions::new()
         .max_connections(connections)
         .acquire_timeout(config.call_timeout)
-        .connect(url)
+        .connect_with(options)
         .await
-        .map_err(|error| store_error(error, Stage::Acquire, Operation::Setup))
+        .map_err(failed)
 }
 
 pub(crate) fn invalid(operation: Operation) -> impl Fn(InvalidInput) -> StoreError {

@@ -12,27 +12,14 @@ stores::tests! {
     a_process_of_shorter_retention_drops_no_live_record,
 }
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use idem_core::{ErrorClass, Key, KeyStore, Outcome, Reservation, Reserve};
-use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool, Row};
+use idem_core::{Key, KeyStore, Outcome, Reservation, Reserve};
+use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool};
 use idem_postgres::{Config, PostgresStore};
+use stores::midnight::{self, DAY, number, sql};
 use stores::{advance, fresh_config, pool};
-
-const DAY: Duration = Duration::from_secs(24 * 60 * 60);
-
-async fn sql(pool: &PgPool, config: &Config, text: &str) {
-    let text = text.replace("{schema}", &format!("\"{}\"", config.schema.as_str()));
-    sqlx::raw_sql(AssertSqlSafe(text)).execute(pool).await.unwrap();
-}
-
-async fn number(pool: &PgPool, config: &Config, text: &str) -> i64 {
-    let text = text.replace("{schema}", &format!("\"{}\"", config.schema.as_str()));
-    sqlx::raw_sql(AssertSqlSafe(text)).fetch_one(pool).await.unwrap().get(0)
-}
 
 async fn opened(config: &Config) -> (PgPool, Arc<PostgresStore>) {
     let pool = pool(config, 8).await.unwrap();
@@ -48,58 +35,10 @@ async fn acquire(store: &PostgresStore, id: &str) -> idem_core::Lease {
     }
 }
 
-/// Many callers of two processes reserve the same keys while the day changes again and again. How many keys there were,
-/// and how many were given out more than once.
 async fn midnights(config: &Config) -> (usize, usize) {
-    const CHANGES: i32 = 60;
-    const CALLERS: usize = 24;
     let (pool, first) = opened(config).await;
     let (_, second) = opened(config).await;
-    for day in 1..=CHANGES {
-        sql(&pool, config, &format!("SELECT {{schema}}.make_partition({{schema}}.today() + {day})")).await;
-    }
-    let over = Arc::new(AtomicBool::new(false));
-    let callers: Vec<_> = (0..CALLERS)
-        .map(|caller| {
-            let store = if caller % 2 == 0 { first.clone() } else { second.clone() };
-            let over = over.clone();
-            tokio::spawn(async move {
-                let mut acquired = Vec::new();
-                // Four callers ask for each key, each at its own pace.
-                for number in 0.. {
-                    if over.load(Ordering::Relaxed) {
-                        break;
-                    }
-                    let id = format!("{}-{number}", caller / 4);
-                    let request =
-                        Reserve::new(Key::new("midnight", &id).unwrap()).with_lease(Duration::from_secs(3_600));
-                    match store.reserve(&request).await {
-                        Ok(Reservation::Acquired(_)) => acquired.push(id),
-                        Ok(_) => {}
-                        Err(error) => assert_ne!(error.class(), ErrorClass::Permanent, "{error:?}"),
-                    }
-                }
-                acquired
-            })
-        })
-        .collect();
-    for day in 1..=CHANGES {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        sql(&pool, config, &format!("SELECT {{schema}}.change_day({{schema}}.today() + {day}, '1 day')")).await;
-    }
-    over.store(true, Ordering::Relaxed);
-    let mut holders = HashMap::<String, usize>::new();
-    for caller in callers {
-        for id in caller.await.unwrap() {
-            *holders.entry(id).or_default() += 1;
-        }
-    }
-    let rows = number(&pool, config, "SELECT count(*) FROM {schema}.records").await;
-    let days = number(&pool, config, "SELECT count(DISTINCT day) FROM {schema}.records").await;
-    assert!(days > 30, "the keys lie in {days} days only");
-    let twice = holders.values().filter(|holders| **holders > 1).count();
-    assert!(twice > 0 || rows == holders.len() as i64, "{rows} records of {} keys", holders.len());
-    (holders.len(), twice)
+    midnight::midnights(&pool, config, [first, second]).await
 }
 
 async fn no_key_is_held_twice_while_the_day_changes() {

@@ -8,6 +8,9 @@
     reason = "the helpers of tests are tests, each using some"
 )]
 
+pub(crate) mod midnight;
+pub(crate) mod pooled;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::time::Duration;
@@ -102,7 +105,7 @@ impl Postgres {
     }
 }
 
-/// A store of its own schema. Its connections are killed when it is disturbed.
+/// A store of its own schema, on the server of this binary. Its connections are killed when it is disturbed.
 pub(crate) struct Fresh {
     pool: PgPool,
     config: Config,
@@ -114,6 +117,16 @@ impl Fresh {
         PostgresStore::migrate(&pool, &config).await?;
         let store = Arc::new(PostgresStore::open(pool.clone(), config.clone()).await?);
         Ok(Self { pool, config, store })
+    }
+
+    /// Kills every connection to the server that the store's pool uses.
+    pub(crate) async fn kill_connections(&self, server: &str) -> Result<(), HarnessError> {
+        let others = PgPoolOptions::new().max_connections(1).connect(server).await?;
+        sqlx::query("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1")
+            .bind(self.config.schema.as_str())
+            .execute(&others)
+            .await?;
+        Ok(())
     }
 }
 
@@ -151,13 +164,7 @@ impl Fixture for Fresh {
         Ok(Arc::new(PostgresStore::open(self.pool.clone(), self.config.clone()).await?))
     }
 
-    /// Kills every connection of the store's pool.
     async fn disturb(&self) -> Result<(), HarnessError> {
-        let others = PgPoolOptions::new().max_connections(1).connect(&SERVER.url()).await?;
-        sqlx::query("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = $1")
-            .bind(self.config.schema.as_str())
-            .execute(&others)
-            .await?;
-        Ok(())
+        self.kill_connections(&SERVER.url()).await
     }
 }

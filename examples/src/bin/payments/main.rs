@@ -54,12 +54,16 @@ struct Arguments {
     /// For how many seconds a key stays held whose process has died.
     #[arg(long, default_value = "30", value_name = "SECONDS")]
     lease: u64,
+    /// The store's URL leads through pgbouncer in transaction mode.
+    #[arg(long)]
+    pgbouncer: bool,
 }
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let arguments = Arguments::parse();
-    let store = Store::open(&arguments.store).await?;
+    let config = Config::default().with_prepared_statements(!arguments.pgbouncer);
+    let store = Store::open(&arguments.store, config).await?;
     let ledger = match (arguments.same_transaction, &store.postgres) {
         (false, _) => None,
         (true, Some(postgres)) => Some(Arc::new(Ledger::open(postgres.clone()).await?)),
@@ -92,12 +96,12 @@ struct Store {
 }
 
 impl Store {
-    async fn open(name: &str) -> Result<Self, Box<dyn Error>> {
+    async fn open(name: &str, config: Config) -> Result<Self, Box<dyn Error>> {
         if name == "memory" {
             return Ok(Self { keys: Arc::new(MemoryStore::new()), postgres: None, _maintenance: None });
         }
         if name.starts_with("postgres://") || name.starts_with("postgresql://") {
-            let store = Arc::new(PostgresStore::connect_and_migrate(name, Config::default()).await?);
+            let store = Arc::new(PostgresStore::connect_and_migrate(name, config).await?);
             let maintenance = store.spawn_maintenance();
             return Ok(Self { keys: store.clone(), postgres: Some(store), _maintenance: Some(maintenance) });
         }
