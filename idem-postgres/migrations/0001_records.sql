@@ -5,10 +5,12 @@
 CREATE TYPE {schema}.state AS ENUM ('in progress', 'failed', 'completed');
 CREATE TYPE {schema}.origin AS ENUM ('fresh', 'retry', 'takeover');
 
--- The one row that says into which day's partition records are written, and by how much tests have moved the clock.
+-- The one row that says into which day's partition records are written, the longest retention that a process was ever set
+-- up for, and by how much tests have moved the clock.
 CREATE TABLE {schema}.epoch (
     only_row bool PRIMARY KEY DEFAULT true CHECK (only_row),
     day date NOT NULL,
+    longest interval NOT NULL DEFAULT '0',
     shift interval NOT NULL DEFAULT '0'
 );
 
@@ -481,24 +483,24 @@ AS $$
     SELECT ((pg_catalog.clock_timestamp() + coalesce((SELECT e.shift FROM {schema}.epoch e), '0')) AT TIME ZONE 'UTC')::date
 $$;
 
--- Changes the day to a later one, if it is not there yet: alone, since the lock keeps out everybody who writes. The partition is there already.
--- The days before are closed: what they hold has expired after the longest retention or lease.
-CREATE FUNCTION {schema}.change_day(v_day date, v_max_retention interval)
+-- Changes the day to a later one, if it is not there yet: alone, since the lock keeps out everybody who writes. The
+-- partition is there already. The days before are closed: what they hold has expired after the longest retention, or lease,
+-- that anybody could ask for until now. An hour more is for a clock that is set back meanwhile.
+CREATE FUNCTION {schema}.change_day(v_day date)
 RETURNS bool
 LANGUAGE plpgsql VOLATILE
 AS $$
 DECLARE
-    v_now timestamptz;
+    v_end timestamptz;
 BEGIN
     PERFORM pg_catalog.pg_advisory_xact_lock({lock});
     UPDATE {schema}.epoch e SET day = v_day WHERE e.day < v_day;
     IF NOT FOUND THEN
         RETURN false;
     END IF;
-    SELECT pg_catalog.clock_timestamp() + e.shift INTO v_now FROM {schema}.epoch e;
-    UPDATE {schema}.partitions p
-    SET expires_at = v_now + greatest(v_max_retention, interval '24 hours')
-    WHERE p.day < v_day AND p.expires_at IS NULL;
+    SELECT pg_catalog.clock_timestamp() + e.shift + greatest(e.longest, interval '24 hours') + interval '1 hour'
+    INTO v_end FROM {schema}.epoch e;
+    UPDATE {schema}.partitions p SET expires_at = v_end WHERE p.day < v_day AND p.expires_at IS NULL;
     RETURN true;
 END
 $$;

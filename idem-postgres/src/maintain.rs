@@ -121,7 +121,7 @@ impl PostgresStore {
         };
         let result = match round.lead().await {
             Ok(true) => {
-                let result = round.work(self.config.max_retention).await;
+                let result = round.work().await;
                 if result.is_err() {
                     // It may be broken.
                     round.connection = None;
@@ -189,15 +189,14 @@ impl Round<'_> {
         self.ask(sql).await?.map(|row| row.try_get(0)).transpose()
     }
 
-    async fn work(&mut self, max_retention: Duration) -> Result<(), sqlx::Error> {
+    async fn work(&mut self) -> Result<(), sqlx::Error> {
         let schema = self.schema.clone();
         for ahead in 0..2 {
             let make = format!("make_partition({schema}.today() + {ahead})");
             let Some(made) = self.step(LONG_PATIENCE, &make).await? else { return Ok(()) };
             self.done.made += u32::from(made);
         }
-        let micros = max_retention.as_micros();
-        let change = format!("change_day({schema}.today(), {micros} * interval '1 us')");
+        let change = format!("change_day({schema}.today())");
         match self.step(PATIENCE, &change).await {
             Ok(Some(changed)) => self.done.day_changed = changed,
             Ok(None) => return Ok(()),
@@ -228,31 +227,7 @@ impl Round<'_> {
         let closed =
             format!("SELECT p.name::text FROM {schema}.partitions p WHERE p.expires_at < {now} ORDER BY p.day");
         let rows = sqlx::raw_sql(AssertSqlSafe(closed)).fetch_all(&mut **self.connection().await?).await?;
-        let mut names = Vec::with_capacity(rows.len());
-        for row in rows {
-            let name: String = row.try_get(0)?;
-            // Looked at rather than trusted: another process may allow longer retentions than the one that closed the day.
-            let longest = match self.ask(format!("SELECT max(expires_at)::text FROM {schema}.\"{name}\"")).await {
-                Ok(longest) => longest.ok_or(sqlx::Error::RowNotFound)?.try_get::<Option<String>, _>(0)?,
-                // It is gone, and only its row is left.
-                Err(error) if has_code(&error, &[UNDEFINED_TABLE]) => None,
-                Err(error) => return Err(error),
-            };
-            let lives = match longest {
-                None => false,
-                Some(longest) => {
-                    let longer = format!(
-                        "UPDATE {schema}.partitions SET expires_at = '{longest}' WHERE name = '{name}' \
-                         AND '{longest}'::timestamptz > {now} RETURNING true"
-                    );
-                    self.ask(longer).await?.is_some()
-                }
-            };
-            if !lives {
-                names.push(name);
-            }
-        }
-        Ok(names)
+        rows.iter().map(|row| row.try_get(0)).collect()
     }
 
     /// Detaches a partition, and tells whether it is detached.

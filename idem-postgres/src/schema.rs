@@ -1,7 +1,9 @@
 //! Making the tables, and looking whether they are there.
 
+use std::time::Duration;
+
 use idem_core::{Operation, StoreError};
-use sqlx::{AssertSqlSafe, Connection, PgPool, Row};
+use sqlx::{AssertSqlSafe, Connection, PgConnection, PgPool, Row};
 
 use crate::config::Schema;
 use crate::error::{PostgresError, Stage, own_error, store_error};
@@ -61,7 +63,7 @@ pub(crate) async fn migrate(pool: &PgPool, schema: &Schema) -> Result<(), StoreE
     transaction.commit().await.map_err(failed)
 }
 
-async fn version(connection: &mut sqlx::PgConnection, schema: &Schema) -> Result<i32, StoreError> {
+async fn version(connection: &mut PgConnection, schema: &Schema) -> Result<i32, StoreError> {
     sqlx::raw_sql(AssertSqlSafe(format!("SELECT version FROM {}.version", schema.quoted())))
         .fetch_one(connection)
         .await
@@ -69,8 +71,9 @@ async fn version(connection: &mut sqlx::PgConnection, schema: &Schema) -> Result
         .map_err(failed)
 }
 
-/// Whether the schema has the version of this crate.
-pub(crate) async fn check(pool: &PgPool, schema: &Schema) -> Result<(), StoreError> {
+/// Whether the schema has the version of this crate. Notes the longest retention, by which it is known when a day's records
+/// have all expired: before the first of them is written.
+pub(crate) async fn check(pool: &PgPool, schema: &Schema, max_retention: Duration) -> Result<(), StoreError> {
     let mut connection = pool.acquire().await.map_err(|error| store_error(error, Stage::Acquire, Operation::Setup))?;
     let found = match version(&mut connection, schema).await {
         Ok(found) => found,
@@ -88,6 +91,28 @@ pub(crate) async fn check(pool: &PgPool, schema: &Schema) -> Result<(), StoreErr
             Err(own_error(PostgresError::NewerSchema { found, known: known() }, Operation::Setup))
         }
         found if found < known() => Err(own_error(PostgresError::NotMigrated, Operation::Setup)),
-        _ => Ok(()),
+        _ => note_retention(&mut connection, schema, max_retention).await,
     }
+}
+
+/// Writes only where it is the longest so far, so that a store can be opened on a server that is read-only for a while.
+async fn note_retention(
+    connection: &mut PgConnection,
+    schema: &Schema,
+    max_retention: Duration,
+) -> Result<(), StoreError> {
+    let (schema, retention) = (schema.quoted(), format!("interval '{} us'", max_retention.as_micros()));
+    let run = |sql: String| sqlx::raw_sql(AssertSqlSafe(sql));
+    let noted = run(format!("SELECT bool_and(longest >= {retention}) FROM {schema}.epoch"))
+        .fetch_one(&mut *connection)
+        .await
+        .and_then(|row| row.try_get::<Option<bool>, _>(0))
+        .map_err(failed)?;
+    if noted != Some(true) {
+        run(format!("UPDATE {schema}.epoch SET longest = greatest(longest, {retention})"))
+            .execute(connection)
+            .await
+            .map_err(failed)?;
+    }
+    Ok(())
 }

@@ -43,9 +43,9 @@ impl PostgresStore {
     /// otherwise.
     ///
     /// # Cost
-    /// One round trip.
+    /// Two round trips, and a third for the first store with so long a retention.
     pub async fn open(pool: PgPool, config: Config) -> Result<Self, StoreError> {
-        schema::check(&pool, &config.schema).await?;
+        schema::check(&pool, &config.schema, config.max_retention).await?;
         Ok(Self::over(pool, config))
     }
 

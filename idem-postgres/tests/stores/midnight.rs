@@ -57,7 +57,7 @@ pub(crate) async fn midnights(pool: &PgPool, config: &Config, stores: [Arc<Postg
         .collect();
     for day in 1..=CHANGES {
         tokio::time::sleep(Duration::from_millis(50)).await;
-        sql(pool, config, &format!("SELECT {{schema}}.change_day({{schema}}.today() + {day}, '1 day')")).await;
+        sql(pool, config, &format!("SELECT {{schema}}.change_day({{schema}}.today() + {day})")).await;
     }
     over.store(true, Ordering::Relaxed);
     let mut holders = HashMap::<String, usize>::new();
