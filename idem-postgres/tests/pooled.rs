@@ -41,6 +41,8 @@ pooled_tests! {
     no_key_is_held_twice_while_the_day_changes,
     many_stores_maintain_at_once_and_leave_nothing_in_a_session,
     a_detach_that_is_interrupted_is_finished_by_a_later_round,
+    a_detach_that_waits_for_too_long_is_cancelled_and_finished_later,
+    two_that_detach_the_same_partition_do_each_other_no_harm,
     a_detach_waits_for_no_old_transaction,
     rounds_open_and_close_no_connection,
 }
@@ -430,50 +432,128 @@ async fn over(pool: &PgPool, store: &PostgresStore, config: &Config) -> String {
     name
 }
 
+/// A transaction that has begun to use the table, without its partitions where that is said.
+async fn reading(direct: &PgPool, config: &Config, only: bool) -> sqlx::PgTransaction<'static> {
+    let mut reader = direct.begin().await.unwrap();
+    let (schema, only) = (config.schema.as_str(), if only { "ONLY" } else { "" });
+    let lock = format!("LOCK TABLE {only} {schema}.records IN ACCESS SHARE MODE");
+    sqlx::raw_sql(AssertSqlSafe(lock)).execute(&mut *reader).await.unwrap();
+    reader
+}
+
+/// The sessions in which a detach of that schema waits.
+fn detaching(config: &Config) -> String {
+    format!(
+        "FROM pg_stat_activity WHERE query LIKE '%{}%DETACH%CONCURRENTLY' AND state = 'active' \
+         AND wait_event_type = 'Lock'",
+        config.schema.as_str()
+    )
+}
+
+/// Begins a round, and waits until its detach waits.
+async fn round_that_waits(
+    store: &Arc<PostgresStore>,
+    direct: &PgPool,
+    config: &Config,
+) -> tokio::task::JoinHandle<Result<idem_postgres::Maintained, idem_core::StoreError>> {
+    let store = store.clone();
+    let round = tokio::spawn(async move { store.maintain().await });
+    while number(direct, config, &format!("SELECT count(*) {}", detaching(config))).await == 0 {
+        assert!(!round.is_finished(), "the detach did not wait: {round:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    round
+}
+
+/// Nothing is left of the partition.
+async fn is_gone(pool: &PgPool, config: &Config, name: &str) {
+    let tables = format!(
+        "SELECT count(*) FROM pg_class c WHERE c.relname = '{name}' AND c.relnamespace = '{{schema}}'::regnamespace"
+    );
+    assert_eq!(number(pool, config, &tables).await, 0);
+    assert_eq!(attached(pool, config).await.1, 0);
+}
+
+/// Rounds until a partition is dropped.
+async fn drop_one(store: &PostgresStore) {
+    for _ in 0..50 {
+        if store.maintain().await.is_ok_and(|done| done.dropped > 0) {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    panic!("the detach was not finished");
+}
+
 /// The backend is killed while it waits for those who use the table.
 async fn a_detach_that_is_interrupted_is_finished_by_a_later_round() {
     let (bouncer, config) = (bouncer(), pooled_config());
     let (pool, store) = opened(&bouncer, &config, 4).await;
     let name = over(&pool, &store, &config).await;
-    // Young when the round looks, and there as long as it takes.
     let direct = pool_of(&behind().url(), &fresh_config(), 2).await.unwrap();
-    let mut reader = direct.begin().await.unwrap();
-    let read = format!("SELECT count(*) FROM {}.records", config.schema.as_str());
-    sqlx::raw_sql(AssertSqlSafe(read)).execute(&mut *reader).await.unwrap();
-    let round = tokio::spawn({
-        let store = store.clone();
-        async move { store.maintain().await }
-    });
-    let waiting = format!(
-        "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
-         WHERE query LIKE '%{}%DETACH%CONCURRENTLY' AND wait_event_type = 'Lock'",
-        config.schema.as_str()
-    );
-    while number(&direct, &config, &waiting).await == 0 {
-        assert!(!round.is_finished(), "the detach did not wait: {round:?}");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    // Young when the round looks, and there as long as it takes.
+    let reader = reading(&direct, &config, false).await;
+    let round = round_that_waits(&store, &direct, &config).await;
+    number(&direct, &config, &format!("SELECT count(pg_terminate_backend(pid)) {}", detaching(&config))).await;
     let error = round.await.unwrap().unwrap_err();
     assert_ne!(error.class(), ErrorClass::Permanent, "{error:?}");
-    let (_, pending) = attached(&pool, &config).await;
-    assert_eq!(pending, 1, "the detach was interrupted and is pending");
-    // Callers go on, and nothing that was dropped half is seen.
+    assert_eq!(attached(&pool, &config).await.1, 1, "the detach was interrupted and is pending");
+    // Callers go on, and what is pending is not seen.
     assert_eq!(acquired(store.reserve(&request("old")).await.unwrap()).attempt, 1);
     reader.rollback().await.unwrap();
-    let mut dropped = 0;
-    for _ in 0..100 {
-        dropped += store.maintain().await.map_or(0, |done| done.dropped);
-        if dropped > 0 {
+    drop_one(&store).await;
+    is_gone(&pool, &config, &name).await;
+}
+
+async fn a_detach_that_waits_for_too_long_is_cancelled_and_finished_later() {
+    let (bouncer, config) = (bouncer(), pooled_config());
+    let (pool, store) = opened(&bouncer, &config, 4).await;
+    let name = over(&pool, &store, &config).await;
+    let direct = pool_of(&behind().url(), &fresh_config(), 2).await.unwrap();
+    let reader = reading(&direct, &config, false).await;
+    let round = round_that_waits(&store, &direct, &config).await;
+    // Callers and other processes go on meanwhile.
+    let begun = std::time::Instant::now();
+    while !round.is_finished() {
+        let call = std::time::Instant::now();
+        acquired(store.reserve(&Reserve::new(Key::new("meanwhile", &format!("{call:?}")).unwrap())).await.unwrap());
+        assert!(call.elapsed() < Duration::from_secs(2), "a call took {:?}", call.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(20), "the round goes on");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(round.await.unwrap().unwrap().dropped, 0);
+    assert_eq!(attached(&pool, &config).await.1, 1, "it is pending");
+    for left in 0.. {
+        // No session of the pooler's is lost to it.
+        if number(&direct, &config, &format!("SELECT count(*) {}", detaching(&config))).await == 0 {
             break;
         }
-        tokio::time::sleep(Duration::from_millis(500)).await;
+        assert!(left < 50, "the detach goes on in its session");
+        tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    assert!(dropped > 0, "the detach was not finished");
-    let gone = format!(
-        "SELECT count(*) FROM pg_class c WHERE c.relname = '{name}' AND c.relnamespace = '{{schema}}'::regnamespace"
-    );
-    assert_eq!(number(&pool, &config, &gone).await, 0);
-    assert_eq!(attached(&pool, &config).await.1, 0);
+    reader.rollback().await.unwrap();
+    drop_one(&store).await;
+    is_gone(&pool, &config, &name).await;
+}
+
+/// One was so slow that it is taken for dead.
+async fn two_that_detach_the_same_partition_do_each_other_no_harm() {
+    let (bouncer, config) = (bouncer(), pooled_config());
+    let (pool, slow) = opened(&bouncer, &config, 4).await;
+    let (_, quick) = opened(&bouncer, &config, 4).await;
+    let name = over(&pool, &slow, &config).await;
+    let direct = pool_of(&behind().url(), &fresh_config(), 2).await.unwrap();
+    let reader = reading(&direct, &config, true).await;
+    let round = round_that_waits(&slow, &direct, &config).await;
+    assert_eq!(quick.maintain().await.unwrap(), idem_postgres::Maintained::default(), "another is at it");
+    sql(&direct, &config, "UPDATE {schema}.maintenance SET until = clock_timestamp()").await;
+    drop_one(&quick).await;
+    is_gone(&pool, &config, &name).await;
+    reader.rollback().await.unwrap();
+    let done = round.await.unwrap().unwrap();
+    assert_eq!(done.dropped, 0, "it was dropped by the other");
+    is_gone(&pool, &config, &name).await;
+    assert_eq!(acquired(quick.reserve(&request("old")).await.unwrap()).attempt, 1);
 }
 
 /// Somebody's long transaction has looked at the table: it is left to a later round, and nobody waits for it.
@@ -482,9 +562,7 @@ async fn a_detach_waits_for_no_old_transaction() {
     let (pool, store) = opened(&bouncer, &config, 4).await;
     over(&pool, &store, &config).await;
     let direct = pool_of(&behind().url(), &fresh_config(), 2).await.unwrap();
-    let mut reader = direct.begin().await.unwrap();
-    let read = format!("SELECT count(*) FROM {}.records", config.schema.as_str());
-    sqlx::raw_sql(AssertSqlSafe(read)).execute(&mut *reader).await.unwrap();
+    let reader = reading(&direct, &config, false).await;
     tokio::time::sleep(Duration::from_millis(1_200)).await;
     for round in 0..3 {
         let begun = std::time::Instant::now();
