@@ -428,7 +428,7 @@ async fn over(pool: &PgPool, store: &PostgresStore, config: &Config) -> String {
     let name: String = sqlx::raw_sql(AssertSqlSafe(name)).fetch_one(pool).await.unwrap().get(0);
     advance(pool, config, DAY).await.unwrap();
     assert!(store.maintain().await.unwrap().day_changed);
-    advance(pool, config, DAY + Duration::from_secs(60)).await.unwrap();
+    advance(pool, config, DAY + Duration::from_secs(3_660)).await.unwrap();
     name
 }
 
