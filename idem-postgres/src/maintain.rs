@@ -39,7 +39,7 @@ const PATIENCE: &str = "100ms";
 const LONG_PATIENCE: &str = "5s";
 /// How long others leave the maintenance to a process that was at it, where that one has said nothing more.
 const LEAD: &str = "30 s";
-/// A detach is not begun while a transaction that is older uses the table: it would wait for it.
+/// Neither the change of day nor a detach is begun while a transaction stands in its way that is older: it would wait for it.
 const OLD: &str = "1 s";
 /// How long a detach may wait for those that have begun to use the table just before. Shorter than [`LEAD`].
 const DETACH: Duration = Duration::from_secs(10);
@@ -96,8 +96,8 @@ impl PostgresStore {
     /// the work, the others return at once. [`spawn_maintenance`](Self::spawn_maintenance) does that.
     ///
     /// Callers hardly notice. The change of day waits at most 100 ms for transactions that have written, and gives up
-    /// until the next round where that is not enough: a transaction that the user holds open delays the change of day and
-    /// nobody else. A partition is detached when no transaction of more than a second uses the table; callers do not wait for
+    /// until the next round where that is not enough; it is not tried while one is open that is older than a second. So a
+    /// transaction that the user holds open delays the change of day and nobody else. A partition is detached when no transaction of more than a second uses the table; callers do not wait for
     /// that.
     ///
     /// # Errors
@@ -115,6 +115,7 @@ impl PostgresStore {
             pool: &self.pool,
             connection: Some(connection),
             schema: self.config.schema.quoted(),
+            lock: self.config.schema.lock(),
             // One for each round: two of this process are no better than two of two.
             leader: Uuid::from_bytes(rand::random()),
             done: Maintained::default(),
@@ -137,12 +138,22 @@ impl PostgresStore {
     }
 }
 
+/// How it stands with the day.
+enum Day {
+    Lasts,
+    /// It is over, and a transaction that has written has lasted for a while.
+    IsHeld,
+    IsOver,
+}
+
 /// One round of maintenance, of the process that does it.
 struct Round<'a> {
     pool: &'a PgPool,
     /// `None` after one that was left behind in the middle of a statement.
     connection: Option<PoolConnection<Postgres>>,
     schema: String,
+    /// The number of the lock that writers share.
+    lock: i64,
     leader: Uuid,
     done: Maintained,
 }
@@ -196,12 +207,15 @@ impl Round<'_> {
             let Some(made) = self.step(LONG_PATIENCE, &make).await? else { return Ok(()) };
             self.done.made += u32::from(made);
         }
-        let change = format!("change_day({schema}.today())");
-        match self.step(PATIENCE, &change).await {
-            Ok(Some(changed)) => self.done.day_changed = changed,
-            Ok(None) => return Ok(()),
-            Err(error) if has_code(&error, &[LOCK_TIMEOUT]) => self.done.day_delayed = true,
-            Err(error) => return Err(error),
+        match self.day().await? {
+            Day::Lasts => {}
+            Day::IsHeld => self.done.day_delayed = true,
+            Day::IsOver => match self.step(PATIENCE, &format!("change_day({schema}.today())")).await {
+                Ok(Some(changed)) => self.done.day_changed = changed,
+                Ok(None) => return Ok(()),
+                Err(error) if has_code(&error, &[LOCK_TIMEOUT]) => self.done.day_delayed = true,
+                Err(error) => return Err(error),
+            },
         }
         for name in self.expired().await? {
             if !self.lead().await? {
@@ -218,6 +232,28 @@ impl Round<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Whether the day can be changed. The change waits for those who have written, and all who come after wait for it: so
+    /// it is not tried while there is one that it would wait for in vain.
+    async fn day(&mut self) -> Result<Day, sqlx::Error> {
+        let (schema, lock) = (&self.schema, self.lock.cast_unsigned());
+        let sql = format!(
+            "SELECT e.day < {schema}.today(), EXISTS (\
+                 SELECT FROM pg_catalog.pg_locks l LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid \
+                 WHERE l.locktype = 'advisory' AND l.classid = {} AND l.objid = {} AND l.objsubid = 1 AND l.granted \
+                 AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database()) \
+                 AND (l.pid IS NULL OR a.xact_start < clock_timestamp() - interval '{OLD}')) \
+             FROM {schema}.epoch e",
+            lock >> 32,
+            lock & u64::from(u32::MAX),
+        );
+        let row = self.ask(sql).await?.ok_or(sqlx::Error::RowNotFound)?;
+        Ok(match (row.try_get(0)?, row.try_get(1)?) {
+            (false, _) => Day::Lasts,
+            (true, true) => Day::IsHeld,
+            (true, false) => Day::IsOver,
+        })
     }
 
     /// The partitions whose records have all expired, the oldest first.
