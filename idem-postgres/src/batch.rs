@@ -15,6 +15,8 @@ use std::{fmt, slice};
 
 use async_trait::async_trait;
 use idem_core::{ErrorClass, ErrorKind, Key, Operation, StoreError};
+use sqlx::Postgres;
+use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgConnection;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -57,7 +59,7 @@ fn in_order(a: &Key, b: &Key) -> std::cmp::Ordering {
 struct Job<S: Batched> {
     call: S::Call,
     reply: oneshot::Sender<Result<S::Answer, StoreError>>,
-    /// Set by whoever comes first: the task that sends it, or the caller that gives it up.
+    /// Set by whoever comes first: the task that has a connection and sends it, or the caller that gives it up.
     taken: Arc<AtomicBool>,
 }
 
@@ -114,7 +116,7 @@ impl<S: Batched> Batcher<S> {
         let answer = match self.free_slot(&call) {
             // Sent from here, without a way through another task.
             Some(_slot) => {
-                let answers = self.work.statement(slice::from_ref(&call), deadline).await;
+                let answers = self.work.statement(slice::from_ref(&call), None, deadline).await;
                 answers.and_then(|mut answers| answers.pop().unwrap_or_else(|| Err(missing::<S>(&call))))
             }
             None => self.enqueue(call.clone(), deadline).await,
@@ -174,7 +176,7 @@ impl<S: Batched> Batcher<S> {
             let (now, later) = rest.split_at(count);
             rest = later;
             let batch: Vec<S::Call> = now.iter().map(|at| calls[*at].clone()).collect();
-            for (at, answer) in now.iter().zip(self.work.send(&batch, deadline).await) {
+            for (at, answer) in now.iter().zip(self.work.send(&batch, None, deadline).await) {
                 answers[*at] = Some(answer);
             }
         }
@@ -232,10 +234,22 @@ impl<S: Batched> Work<S> {
     }
 
     async fn answer(&self, mut jobs: Vec<Job<S>>) {
+        let deadline = Instant::now() + self.call_timeout;
+        let Some(operation) = jobs.first().map(|job| S::operation(&job.call)) else { return };
+        // Before the calls are taken: as long as there is no connection, nothing has happened.
+        let connection = match self.connections.acquire(deadline, operation).await {
+            Ok(connection) => connection,
+            Err(error) => {
+                for job in jobs {
+                    drop(job.reply.send(Err(copy(&error, S::operation(&job.call)))));
+                }
+                return;
+            }
+        };
         // One that was given up is not sent, and one whose key is held would hold up the others.
         jobs.retain(|job| !job.reply.is_closed() && !job.taken.swap(true, Ordering::AcqRel));
-        let mut replies = Vec::with_capacity(jobs.len());
         jobs.sort_by(|a, b| in_order(S::key(&a.call), S::key(&b.call)));
+        let mut replies = Vec::with_capacity(jobs.len());
         let mut calls = Vec::with_capacity(jobs.len());
         for Job { call, reply, .. } in jobs {
             if self.is_held(&call) {
@@ -245,7 +259,7 @@ impl<S: Batched> Work<S> {
                 replies.push(reply);
             }
         }
-        let answers = self.send(&calls, Instant::now() + self.call_timeout).await;
+        let answers = self.send(&calls, Some(connection), deadline).await;
         for (reply, answer) in replies.into_iter().zip(answers) {
             // A caller that has gone is told nothing.
             drop(reply.send(answer));
@@ -254,12 +268,17 @@ impl<S: Batched> Work<S> {
 
     /// Sends calls as one statement. Where the server has refused the statement as a whole, nothing has happened, and
     /// they go out again in parts, until it is known whose trouble it is: what is wrong with one is not its neighbours'.
-    async fn send(&self, calls: &[S::Call], deadline: Instant) -> Vec<Result<S::Answer, StoreError>> {
+    async fn send(
+        &self,
+        calls: &[S::Call],
+        mut connection: Option<PoolConnection<Postgres>>,
+        deadline: Instant,
+    ) -> Vec<Result<S::Answer, StoreError>> {
         let mut answers = Vec::with_capacity(calls.len());
         // From the last to the first.
         let mut rest = vec![calls];
         while let Some(part) = rest.pop() {
-            let error = match self.statement(part, deadline).await {
+            let error = match self.statement(part, connection.take(), deadline).await {
                 Ok(all) => {
                     answers.extend(all);
                     continue;
@@ -279,11 +298,15 @@ impl<S: Batched> Work<S> {
     async fn statement(
         &self,
         calls: &[S::Call],
+        connection: Option<PoolConnection<Postgres>>,
         deadline: Instant,
     ) -> Result<Vec<Result<S::Answer, StoreError>>, StoreError> {
         let Some(first) = calls.first() else { return Ok(Vec::new()) };
         let operation = S::operation(first);
-        let mut connection = self.connections.acquire(deadline, operation).await?;
+        let mut connection = match connection {
+            Some(connection) => connection,
+            None => self.connections.acquire(deadline, operation).await?,
+        };
         match timeout_at(deadline, self.sender.send(&mut connection, calls)).await {
             Ok(Ok(answers)) => {
                 self.connections.keep(connection);
@@ -311,7 +334,7 @@ impl<S: Batched> Work<S> {
                 return Err(error);
             }
             // The server waits for the transaction, a while.
-            match self.statement(slice::from_ref(call), deadline).await {
+            match self.statement(slice::from_ref(call), None, deadline).await {
                 Ok(mut answers) => return answers.pop().unwrap_or_else(|| Err(missing::<S>(call))),
                 Err(again) if again.kind() == ErrorKind::Conflict => error = again,
                 Err(other) => return Err(other),

@@ -7,18 +7,21 @@ stores::tests! {
     a_connection_is_kept_for_the_next_call_and_given_back,
     a_pool_of_one_connection_serves_the_store_and_others,
     a_pool_without_a_free_connection_is_told_in_time,
+    a_server_that_hangs_is_told_in_time,
     a_pool_that_is_closed_gets_its_connections_back,
     dropped_calls_lose_no_connection,
     a_store_may_outlive_its_runtime,
 }
 
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use idem_core::{ErrorClass, ErrorKind, Key, KeyStore, Outcome, Reservation, Reserve};
 use idem_postgres::sqlx::{self, PgPool};
 use idem_postgres::{Config, PostgresStore};
-use stores::{fresh_config, pool};
+use idem_testkit::servers::PostgresServer;
+use stores::{fresh_config, persist, pool};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 
@@ -74,18 +77,80 @@ async fn a_pool_without_a_free_connection_is_told_in_time() {
     let lease =
         idem_core::Lease::new(request.key.clone(), request.token, 1, idem_core::Origin::Fresh, request.retention);
     let begun = Instant::now();
-    let errors = [
-        store.reserve(&request).await.unwrap_err(),
+    let mut many = JoinSet::new();
+    for at in 0..100 {
+        let store = store.clone();
+        let request = Reserve::new(Key::new("connections", &format!("many-{at}")).unwrap());
+        many.spawn(async move { store.reserve(&request).await.unwrap_err() });
+    }
+    let mut errors = many.join_all().await;
+    errors.extend([
         store.complete(&lease, &Outcome::new(200, "")).await.unwrap_err(),
         store.renew(&lease, Duration::from_secs(30)).await.unwrap_err(),
         store.fetch(&request.key).await.unwrap_err(),
-    ];
+    ]);
     assert!(begun.elapsed() < Duration::from_secs(4), "after {:?}", begun.elapsed());
     for error in errors {
         assert_eq!((error.kind(), error.class()), (ErrorKind::Timeout, ErrorClass::Retryable), "{error}");
     }
     drop(taken);
     pair(&store, "b").await;
+}
+
+/// The server's processes are stopped, and go on later.
+async fn a_server_that_hangs_is_told_in_time() {
+    let server = PostgresServer::start(&[]).unwrap();
+    let config = Config::default().with_call_timeout(Duration::from_millis(700));
+    let store = Arc::new(PostgresStore::connect_and_migrate(&server.url(), config).await.unwrap());
+    pair(&store, "a").await;
+    let signal = |signal: &str| {
+        let file = std::fs::read_to_string(server.directory().join("data/postmaster.pid")).unwrap();
+        let postmaster = file.lines().next().unwrap().to_owned();
+        let children = Command::new("pgrep").args(["-P", &postmaster]).output().unwrap();
+        let children = String::from_utf8(children.stdout).unwrap();
+        let sent =
+            Command::new("kill").arg(signal).arg(&postmaster).args(children.split_whitespace()).output().unwrap();
+        assert!(sent.status.success(), "{sent:?}");
+    };
+    let mut calls = JoinSet::new();
+    for caller in 0..50 {
+        let store = store.clone();
+        calls.spawn(async move {
+            let mut at = 0;
+            loop {
+                at += 1;
+                let request = Reserve::new(Key::new("hangs", &format!("{caller}-{at}")).unwrap());
+                let begun = Instant::now();
+                if let Err(error) = store.reserve(&request).await {
+                    return (request, error, begun.elapsed());
+                }
+            }
+        });
+    }
+    sleep(Duration::from_millis(100)).await;
+    signal("-STOP");
+    let begun = Instant::now();
+    let fetched = store.fetch(&Key::new("hangs", "x").unwrap()).await.unwrap_err();
+    assert_eq!(fetched.kind(), ErrorKind::Timeout);
+    assert!(begun.elapsed() < Duration::from_secs(3), "after {:?}", begun.elapsed());
+    let refused = calls.join_all().await;
+    signal("-CONT");
+    let mut unknown = 0;
+    for (request, error, took) in refused {
+        assert!(took < Duration::from_secs(3), "after {took:?}");
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        match error.class() {
+            ErrorClass::Unknown => {
+                unknown += 1;
+                // It may be done yet; the same call finds out.
+                let again = persist(|| store.reserve(&request)).await;
+                assert!(matches!(again, Reservation::Acquired(lease) if lease.attempt == 1));
+            }
+            ErrorClass::Retryable => assert_eq!(persist(|| store.fetch(&request.key)).await, None),
+            ErrorClass::Permanent => panic!("{error}"),
+        }
+    }
+    assert!(unknown > 0, "none was sent");
 }
 
 async fn a_pool_that_is_closed_gets_its_connections_back() {

@@ -13,7 +13,7 @@ use idem_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool};
 use idem_postgres::{Batching, Config, PostgresError, PostgresStore, Schema};
 use idem_testkit::servers::PostgresServer;
-use stores::{SERVER, fresh_config, pool};
+use stores::{SERVER, fresh_config, persist, pool};
 
 stores::tests! {
     many_processes_migrate_at_once,
@@ -22,7 +22,6 @@ stores::tests! {
     a_role_without_rights_is_told_so,
     a_server_that_is_not_there_is_told_in_time,
     a_full_queue_refuses_and_does_nothing,
-    a_pool_without_a_free_connection_is_told_in_time,
     nothing_acknowledged_is_lost_when_the_server_crashes_under_load,
     a_key_can_be_looked_up_in_psql,
     overlapping_batches_in_opposite_orders_never_deadlock,
@@ -138,47 +137,6 @@ async fn a_full_queue_refuses_and_does_nothing() {
         }
     }
     assert!(reserved >= 4 && refused >= 10, "{reserved} reserved, {refused} refused");
-}
-
-async fn a_pool_without_a_free_connection_is_told_in_time() {
-    let config = fresh_config().with_call_timeout(Duration::from_secs(1));
-    let setup = pool(&config, 1).await.unwrap();
-    PostgresStore::migrate(&setup, &config).await.unwrap();
-    let pool = PgPoolOptions::new().max_connections(1).acquire_timeout(Duration::from_millis(300));
-    let pool = pool.connect(&SERVER.url()).await.unwrap();
-    let store = Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap());
-    let held = pool.acquire().await.unwrap();
-    let begun = std::time::Instant::now();
-    let calls: Vec<_> = (0..100)
-        .map(|at| {
-            let store = store.clone();
-            tokio::spawn(async move { store.reserve(&Reserve::new(Key::new("busy", &at.to_string()).unwrap())).await })
-        })
-        .collect();
-    for call in calls {
-        let error = call.await.unwrap().unwrap_err();
-        assert_eq!((error.kind(), error.class()), (ErrorKind::Timeout, ErrorClass::Retryable), "{error:?}");
-    }
-    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
-    drop(held);
-    let Reservation::Acquired(_) =
-        persist(|| async { store.reserve(&Reserve::new(Key::new("busy", "0").unwrap())).await }).await
-    else {
-        panic!("nothing was reserved before")
-    };
-}
-
-/// A caller that repeats what was not answered, as the contract says.
-async fn persist<T, F: Future<Output = Result<T, StoreError>>>(call: impl Fn() -> F) -> T {
-    loop {
-        match call().await {
-            Ok(answer) => return answer,
-            Err(error) => {
-                assert_ne!(error.class(), ErrorClass::Permanent, "{error:?}");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-            }
-        }
-    }
 }
 
 async fn nothing_acknowledged_is_lost_when_the_server_crashes_under_load() {

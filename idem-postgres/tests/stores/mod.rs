@@ -16,7 +16,7 @@ use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use idem_core::KeyStore;
+use idem_core::{ErrorClass, KeyStore, StoreError};
 use idem_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool};
 use idem_postgres::{Batching, Config, PostgresStore, Schema};
@@ -166,5 +166,18 @@ impl Fixture for Fresh {
 
     async fn disturb(&self) -> Result<(), HarnessError> {
         self.kill_connections(&SERVER.url()).await
+    }
+}
+
+/// A caller that repeats what was not answered, as the contract says.
+pub(crate) async fn persist<T, F: Future<Output = Result<T, StoreError>>>(call: impl Fn() -> F) -> T {
+    loop {
+        match call().await {
+            Ok(answer) => return answer,
+            Err(error) => {
+                assert_ne!(error.class(), ErrorClass::Permanent, "{error:?}");
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        }
     }
 }
