@@ -1,7 +1,10 @@
 //! Gathers concurrent calls into one statement.
 //!
-//! So many statements may be under way at once. While there are fewer, a call is sent at once, by its caller. While there
-//! are not, calls queue, and when one of the statements is done, those that have come go out together. There is no timer.
+//! So many statements may be under way at once. While there is none, a call is sent at once, by its caller. Otherwise calls
+//! queue, and as soon as there is a statement fewer, those that have come go out together. There is no timer.
+//!
+//! A future that nobody polls holds nothing that others need: what callers send themselves is counted apart, and everything
+//! else is done by tasks.
 //!
 //! A key may be held by a transaction of somebody's, for longer than a batch can wait. Then the server refuses the batch, its
 //! calls go out again in parts until the one is found, and that one is sent by itself until it gets through or its time is
@@ -19,7 +22,7 @@ use sqlx::Postgres;
 use sqlx::pool::PoolConnection;
 use sqlx::postgres::PgConnection;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc, oneshot};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, timeout_at};
 
 use crate::calls::PATIENCE;
@@ -76,8 +79,11 @@ struct Work<S: Batched> {
     queue: tokio::sync::Mutex<mpsc::Receiver<Job<S>>>,
     batching: Batching,
     call_timeout: Duration,
-    /// One for each statement that may be under way.
+    statements: usize,
+    /// One for each statement that may be under way at once, of those from the queue.
     slots: Arc<Semaphore>,
+    /// And of those that callers send themselves.
+    alone: Semaphore,
     /// The keys that somebody else's transaction holds, and whoever waits for one: one at a time has a statement.
     held: Mutex<HashMap<Key, usize>>,
     some_held: AtomicBool,
@@ -95,6 +101,8 @@ impl<S: Batched> Batcher<S> {
             batching,
             call_timeout,
             slots: Arc::new(Semaphore::new(statements)),
+            alone: Semaphore::new(statements),
+            statements,
             held: Mutex::default(),
             some_held: AtomicBool::new(false),
             turn: Semaphore::new(1),
@@ -113,26 +121,37 @@ impl<S: Batched> Batcher<S> {
     /// Sends a call with whatever others there are, within the time that a call may take.
     pub(crate) async fn call(&self, call: S::Call) -> Result<S::Answer, StoreError> {
         let deadline = Instant::now() + self.work.call_timeout;
-        let answer = match self.free_slot(&call) {
+        let answer = match self.alone(&call) {
             // Sent from here, without a way through another task.
-            Some(_slot) => {
+            Some(_permit) => {
                 let answers = self.work.statement(slice::from_ref(&call), None, deadline).await;
                 answers.and_then(|mut answers| answers.pop().unwrap_or_else(|| Err(missing::<S>(&call))))
             }
             None => self.enqueue(call.clone(), deadline).await,
         };
         match answer {
-            Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(&call, error, deadline).await,
+            Err(error) if error.kind() == ErrorKind::Conflict => self.insist(call, error, deadline).await,
             answer => answer,
         }
     }
 
-    /// A slot for a call that nobody waits before.
-    fn free_slot(&self, call: &S::Call) -> Option<SemaphorePermit<'_>> {
-        if self.queue.capacity() < self.queue.max_capacity() || self.work.is_held(call) {
-            return None;
+    /// Whether nothing is under way that a call could be gathered behind.
+    fn alone(&self, call: &S::Call) -> Option<SemaphorePermit<'_>> {
+        let busy = self.queue.capacity() < self.queue.max_capacity()
+            || self.work.slots.available_permits() < self.work.statements
+            || self.work.is_held(call);
+        if busy { None } else { self.work.alone.try_acquire().ok() }
+    }
+
+    /// Waits for a key that is held, in a task that ends with the caller.
+    async fn insist(&self, call: S::Call, error: StoreError, deadline: Instant) -> Result<S::Answer, StoreError> {
+        let operation = S::operation(&call);
+        let mut tasks = JoinSet::new();
+        tasks.spawn(Arc::clone(&self.work).insist(call, error, deadline));
+        match tasks.join_next().await {
+            Some(Ok(answer)) => answer,
+            _ => Err(StoreError::new(ErrorKind::Unavailable, STORE, operation)),
         }
-        self.work.slots.try_acquire().ok()
     }
 
     async fn enqueue(&self, call: S::Call, deadline: Instant) -> Result<S::Answer, StoreError> {
@@ -181,9 +200,9 @@ impl<S: Batched> Batcher<S> {
             }
         }
         let mut all = Vec::with_capacity(calls.len());
-        for (call, answer) in calls.iter().zip(answers) {
-            all.push(match answer.unwrap_or_else(|| Err(missing::<S>(call))) {
-                Err(error) if error.kind() == ErrorKind::Conflict => self.work.insist(call, error, deadline).await,
+        for (call, answer) in calls.into_iter().zip(answers) {
+            all.push(match answer.unwrap_or_else(|| Err(missing::<S>(&call))) {
+                Err(error) if error.kind() == ErrorKind::Conflict => self.insist(call, error, deadline).await,
                 answer => answer,
             });
         }
@@ -323,8 +342,13 @@ impl<S: Batched> Work<S> {
 
     /// Sends a call again and again whose key is held by somebody's transaction, by itself, for as long as a call may take.
     /// The error is that of the try before: nothing has happened.
-    async fn insist(&self, call: &S::Call, mut error: StoreError, deadline: Instant) -> Result<S::Answer, StoreError> {
-        let _mark = Mark::new(self, S::key(call));
+    async fn insist(
+        self: Arc<Self>,
+        call: S::Call,
+        mut error: StoreError,
+        deadline: Instant,
+    ) -> Result<S::Answer, StoreError> {
+        let _mark = Mark::new(&self, S::key(&call));
         // No try is begun that the server would not have refused in time: then it is certain that nothing happened.
         let last = deadline.checked_sub(2 * PATIENCE).unwrap_or(deadline);
         loop {
@@ -334,8 +358,8 @@ impl<S: Batched> Work<S> {
                 return Err(error);
             }
             // The server waits for the transaction, a while.
-            match self.statement(slice::from_ref(call), None, deadline).await {
-                Ok(mut answers) => return answers.pop().unwrap_or_else(|| Err(missing::<S>(call))),
+            match self.statement(slice::from_ref(&call), None, deadline).await {
+                Ok(mut answers) => return answers.pop().unwrap_or_else(|| Err(missing::<S>(&call))),
                 Err(again) if again.kind() == ErrorKind::Conflict => error = again,
                 Err(other) => return Err(other),
             }

@@ -106,8 +106,8 @@ pub struct Batching {
     pub calls: usize,
     /// The most bytes of keys and outcomes in one statement; a single call may have more.
     pub bytes: usize,
-    /// Statements under way at once, for reserves, and as many for the other calls: connections of the pool that are
-    /// used at most, half each.
+    /// Statements from the queue that are under way at once, for reserves, and as many for the other calls. As many again
+    /// may be sent by callers who found the queue idle: so four times this is the most connections that are used.
     pub statements: usize,
     /// The most calls that wait for their turn; more are refused, with nothing done.
     pub queue: usize,

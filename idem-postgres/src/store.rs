@@ -114,7 +114,7 @@ impl PostgresStore {
 }
 
 async fn own_pool(url: &str, config: &Config) -> Result<PgPool, StoreError> {
-    let connections = u32::try_from(config.batching.statements).unwrap_or(u32::MAX).saturating_mul(2).saturating_add(2);
+    let connections = u32::try_from(config.batching.statements).unwrap_or(u32::MAX).saturating_mul(4).saturating_add(2);
     let failed = |error| store_error(error, Stage::Acquire, Operation::Setup);
     // A setting for numbers that are not used here, which pgbouncer refuses.
     let mut options: PgConnectOptions = url.parse().map_err(failed)?;

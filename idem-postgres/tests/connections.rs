@@ -10,6 +10,7 @@ stores::tests! {
     a_server_that_hangs_is_told_in_time,
     a_pool_that_is_closed_gets_its_connections_back,
     dropped_calls_lose_no_connection,
+    a_call_that_nobody_polls_holds_nobody_up,
     a_store_may_outlive_its_runtime,
 }
 
@@ -176,6 +177,29 @@ async fn dropped_calls_lose_no_connection() {
         pair(&store, &format!("after-{at}")).await;
     }
     all_come_back(&pool).await;
+}
+
+/// As in a `select!` whose other branch takes its time.
+async fn a_call_that_nobody_polls_holds_nobody_up() {
+    let (_, store) = opened(12, &fresh_config().with_call_timeout(Duration::from_secs(3))).await;
+    let requests: Vec<_> =
+        (0..4).map(|at| Reserve::new(Key::new("connections", &format!("unpolled-{at}")).unwrap())).collect();
+    let mut unpolled: Vec<_> = requests.iter().map(|request| store.reserve(request)).collect();
+    for call in &mut unpolled {
+        let mut once = std::future::poll_fn(|context| std::task::Poll::Ready(call.as_mut().poll(context).is_ready()));
+        assert!(!(&mut once).await, "it was answered at once");
+    }
+    let begun = Instant::now();
+    let mut calls = JoinSet::new();
+    for at in 0..100 {
+        let store = store.clone();
+        calls.spawn(async move { pair(&store, &at.to_string()).await });
+    }
+    calls.join_all().await;
+    assert!(begun.elapsed() < Duration::from_secs(2), "after {:?}", begun.elapsed());
+    for call in unpolled {
+        assert!(matches!(call.await.unwrap(), Reservation::Acquired(_)));
+    }
 }
 
 async fn a_store_may_outlive_its_runtime() {
