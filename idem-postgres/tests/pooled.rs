@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use idem_core::executor::{Attempt, Executor};
 use idem_core::{
     Body, ErrorClass, ErrorKind, Failure, Fingerprint, Key, KeyStore, Lease, Origin, Outcome, Reservation, Reserve,
     Token, Withheld,
@@ -36,6 +37,7 @@ pooled_tests! {
     values_come_back_whatever_the_servers_settings,
     what_the_servers_encoding_lacks_is_refused_as_ever,
     key_and_rows_commit_together_or_not_at_all,
+    an_operation_of_the_executor_commits_its_rows_with_its_key,
     no_answer_aborts_the_transaction,
     a_rival_waits_for_the_transaction,
     no_key_is_held_twice_while_the_day_changes,
@@ -267,6 +269,25 @@ async fn key_and_rows_commit_together_or_not_at_all() {
     }
     over.store(true, Ordering::Relaxed);
     assert!(others.await.unwrap() > 10);
+}
+
+async fn an_operation_of_the_executor_commits_its_rows_with_its_key() {
+    let bank = Arc::new(Bank::open().await);
+    let executor = Executor::new(bank.store.clone());
+    for round in 0..10 {
+        for replayed in [false, true] {
+            let own = bank.clone();
+            let operation = move |attempt: Attempt| async move {
+                let mut transaction = own.pool.begin().await.unwrap();
+                own.charge(&mut transaction, attempt.key().id()).await;
+                own.store.complete_and_commit(transaction, &attempt, attempt.success(&round)).await.map(|()| round)
+            };
+            let key = Key::new("pooled", &format!("executed-{round}")).unwrap();
+            let done = executor.run(&key, None, operation).await.unwrap();
+            assert_eq!((done.value, done.replayed), (round, replayed));
+            assert_eq!(bank.charges(key.id()).await, 1);
+        }
+    }
 }
 
 async fn no_answer_aborts_the_transaction() {

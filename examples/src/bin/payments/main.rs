@@ -54,8 +54,9 @@ struct Arguments {
     /// For how many seconds a key stays held whose process has died.
     #[arg(long, default_value = "30", value_name = "SECONDS")]
     lease: u64,
-    /// The store's URL leads through pgbouncer in transaction mode.
-    #[arg(long)]
+    /// The store's URL leads through pgbouncer in transaction mode. (Not with --same-transaction, whose own statements are
+    /// prepared ones, to stay as they would be in most services.)
+    #[arg(long, conflicts_with = "same_transaction")]
     pgbouncer: bool,
 }
 
