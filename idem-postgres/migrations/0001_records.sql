@@ -330,9 +330,7 @@ DECLARE
     v_day date;
     v_now timestamptz;
     v_set text;
-    v_scopes text[];
-    v_ids text[];
-    v_tokens uuid[];
+    v_places bigint[];
     v_next int := 1;
     v_verdicts {schema}.verdict[];
 BEGIN
@@ -363,20 +361,18 @@ BEGIN
             updated_at = v_now, retention = u.duration * interval '1 us',
             expires_at = v_now + u.duration * interval '1 us'
         FROM unnest(p_kinds, p_scopes, p_ids, p_tokens, p_durations, p_codes, p_withhelds, p_headers, p_bodies)
-            AS u(kind, scope, id, token, duration, code, withheld, headers, body)
+            WITH ORDINALITY AS u(kind, scope, id, token, duration, code, withheld, headers, body, place)
         WHERE u.kind = 'c' AND r.scope = u.scope AND r.id = u.id AND r.day = v_day
             AND r.token = u.token AND r.state = 'in progress' AND r.expires_at > v_now
-        RETURNING r.scope, r.id, r.token
+        RETURNING u.place
     )
-    SELECT array_agg(u.scope), array_agg(u.id), array_agg(u.token) INTO v_scopes, v_ids, v_tokens FROM updated u;
-    IF cardinality(v_ids) = cardinality(p_ids) THEN
+    SELECT array_agg(u.place) INTO v_places FROM updated u;
+    IF cardinality(v_places) = cardinality(p_ids) THEN
         RETURN array_fill('ok'::{schema}.verdict, ARRAY[cardinality(p_ids)]);
     END IF;
     FOR v_place IN 1 .. cardinality(p_ids) LOOP
-        -- They come in the order of the batch. By key and token, since a caller may use one token for several keys.
-        IF p_kinds[v_place] = 'c' AND v_tokens[v_next] = p_tokens[v_place] AND v_ids[v_next] = p_ids[v_place]
-            AND v_scopes[v_next] = p_scopes[v_place]
-        THEN
+        -- They come in the order of the batch.
+        IF v_places[v_next] = v_place THEN
             v_next := v_next + 1;
             v_verdicts[v_place] := 'ok';
         ELSE
