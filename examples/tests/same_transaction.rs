@@ -208,7 +208,7 @@ impl Api {
         let mut line = String::new();
         BufReader::new(process.stdout.take().unwrap()).read_line(&mut line).unwrap();
         let base = line.trim().strip_prefix("listening on ").unwrap().to_owned();
-        Self { process, base, client: Client::builder().no_proxy().build().unwrap() }
+        Self { process, base, client: Client::builder().no_proxy().timeout(Duration::from_secs(90)).build().unwrap() }
     }
 
     /// Sends a request, whoever waits for its answer. `None` when there is none.
@@ -250,7 +250,24 @@ impl Api {
     fn signal(&self, name: &str) {
         let process = self.process.id().to_string();
         assert!(Command::new("kill").args([name, &process]).status().unwrap().success());
+        if name == "-STOP" {
+            // The signal stops one thread, which stops the others; until then, these run on.
+            let end = Instant::now() + Duration::from_secs(30);
+            while !is_stopped(&process) {
+                assert!(Instant::now() < end, "it does not stop");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
+}
+
+/// Whether all threads of a process stand still.
+fn is_stopped(process: &str) -> bool {
+    std::fs::read_dir(format!("/proc/{process}/task")).unwrap().all(|thread| {
+        let state = std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap();
+        // Behind the name, which stands in parentheses.
+        state.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('T'))
+    })
 }
 
 fn demo(arguments: &[&str]) -> (bool, String, String) {
