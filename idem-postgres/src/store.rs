@@ -39,7 +39,8 @@ impl PostgresStore {
     ///
     /// # Errors
     /// [`Misconfigured`](idem_core::ErrorKind::Misconfigured), with a [`PostgresError`](crate::PostgresError) or the
-    /// driver's error as its source: no migration, a newer schema, no rights, a wrong password. The store's own trouble
+    /// driver's error as its source: no migration, a newer schema, no rights, a wrong password; and where the server is
+    /// read-only and this is the first store with so long a retention, which has to be noted. The store's own trouble
     /// otherwise.
     ///
     /// # Cost

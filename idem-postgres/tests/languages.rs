@@ -53,6 +53,8 @@ async fn opened(options: &[(&str, &str)]) -> (PgPool, Arc<PostgresStore>, Config
     let config = fresh_config();
     let owner = pool_of(&GERMAN.url(), &config, 2).await.unwrap();
     PostgresStore::migrate(&owner, &config).await.unwrap();
+    // As a process has that may write: the first one notes its longest retention.
+    PostgresStore::open(owner.clone(), config.clone()).await.unwrap();
     let connect: PgConnectOptions = GERMAN.url().parse().unwrap();
     let connect = connect.application_name(config.schema.as_str()).options(options.iter().copied());
     let pool = PgPoolOptions::new().max_connections(4).connect_with(connect).await.unwrap();
