@@ -10,9 +10,11 @@ use std::process::{Command, Output, Stdio};
 
 mod pgbouncer;
 mod postgres;
+mod redis;
 
 pub use pgbouncer::PgBouncer;
 pub use postgres::PostgresServer;
+pub use redis::{RedisCluster, RedisFailover, RedisServer, Reply};
 
 /// A port of the loopback interface that was free a moment ago.
 fn free_port() -> io::Result<u16> {

@@ -1,0 +1,185 @@
+//! Gathers concurrent calls into pipelines.
+//!
+//! The driver's multiplexed connection pipelines by itself, but each call then costs a message to its task, an answer from
+//! it and a timer, and the task wakes for each: with 1,024 callers that, and not the server, was the limit when it was
+//! measured (`cargo bench -p idem-redis --bench pairs`). So while a few calls are under way, each goes to the driver by
+//! itself, which is the shortest way; beyond that they queue, and a few senders take what is there, send it as one
+//! pipeline, and answer. There is no timer: what comes while all senders are busy goes out together.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use redis::{Cmd, Pipeline, Value};
+use tokio::sync::oneshot;
+use tokio::time::{Instant, timeout_at};
+
+use crate::config::Batching;
+use crate::error::Trouble;
+use crate::link::Link;
+
+/// So many calls under way go to the driver by themselves.
+const ALONE: usize = 2;
+
+type Answer = Result<Value, Trouble>;
+
+struct Job {
+    number: u64,
+    command: Cmd,
+    bytes: usize,
+    reply: oneshot::Sender<Answer>,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Job>,
+    senders: usize,
+    next: u64,
+}
+
+pub(crate) struct Batcher(Arc<Inner>);
+
+struct Inner {
+    link: Arc<Link>,
+    batching: Batching,
+    alone: AtomicUsize,
+    queue: Mutex<Queue>,
+}
+
+/// Counts a call that is under way by itself, also when it is dropped.
+struct Alone<'a>(&'a AtomicUsize);
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Batcher {
+    pub(crate) fn new(link: Arc<Link>, batching: Batching) -> Self {
+        Self(Arc::new(Inner { link, batching, alone: AtomicUsize::new(0), queue: Mutex::default() }))
+    }
+
+    /// Sends a command with whatever others there are.
+    pub(crate) async fn call(&self, command: Cmd, bytes: usize, key: &[u8], deadline: Instant) -> Answer {
+        let inner = &self.0;
+        if inner.batching.calls <= 1 || inner.link.is_cluster() || inner.may_go_alone() {
+            inner.alone.fetch_add(1, Ordering::Relaxed);
+            let _alone = Alone(&inner.alone);
+            let sent = timeout_at(deadline, inner.link.one(&command, key)).await;
+            return sent.unwrap_or(Err(Trouble::Timeout { sent: true }));
+        }
+        let (reply, answer) = oneshot::channel();
+        let number = {
+            let mut queue = inner.queue();
+            if queue.jobs.len() >= inner.batching.queue {
+                return Err(Trouble::QueueFull);
+            }
+            queue.next += 1;
+            let number = queue.next;
+            queue.jobs.push_back(Job { number, command, bytes, reply });
+            if queue.senders < inner.batching.pipelines.max(1) {
+                queue.senders += 1;
+                drop(queue);
+                tokio::spawn(Sender { inner: Arc::clone(inner), counted: true }.run());
+            }
+            number
+        };
+        match timeout_at(deadline, answer).await {
+            Ok(Ok(answer)) => answer,
+            Ok(Err(_)) => Err(Trouble::Gone),
+            Err(_) => {
+                // Still in the queue: it was not sent, and will not be.
+                let mut queue = inner.queue();
+                let at = queue.jobs.iter().position(|job| job.number == number);
+                let waiting = at.is_some_and(|at| queue.jobs.remove(at).is_some());
+                Err(Trouble::Timeout { sent: !waiting })
+            }
+        }
+    }
+}
+
+impl Inner {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn may_go_alone(&self) -> bool {
+        self.alone.load(Ordering::Relaxed) < ALONE && self.queue().senders == 0
+    }
+
+    /// What to send together next.
+    fn next(&self) -> Vec<Job> {
+        let mut queue = self.queue();
+        let mut batch = Vec::with_capacity(queue.jobs.len().min(self.batching.calls));
+        let mut bytes = 0;
+        while batch.len() < self.batching.calls && bytes < self.batching.bytes {
+            let Some(job) = queue.jobs.pop_front() else { break };
+            // One that was given up is not sent.
+            if !job.reply.is_closed() {
+                bytes += job.bytes;
+                batch.push(job);
+            }
+        }
+        if batch.is_empty() {
+            queue.senders -= 1;
+        }
+        batch
+    }
+}
+
+/// A sender at work. It ends when nothing is left to send; it is counted until then, also where its runtime goes away.
+struct Sender {
+    inner: Arc<Inner>,
+    counted: bool,
+}
+
+impl Sender {
+    async fn run(mut self) {
+        let inner = Arc::clone(&self.inner);
+        loop {
+            // Lets those run who were answered just now, or came with the call that started this sender: what they call
+            // next goes along.
+            tokio::task::yield_now().await;
+            let batch = inner.next();
+            if batch.is_empty() {
+                self.counted = false;
+                return;
+            }
+            let mut pipeline = Pipeline::with_capacity(batch.len() + 1);
+            let mut replies = Vec::with_capacity(batch.len());
+            for job in batch {
+                pipeline.add_command(job.command);
+                replies.push(job.reply);
+            }
+            match inner.link.pipeline(pipeline, &[]).await {
+                Ok(answers) => {
+                    for (reply, answer) in replies.into_iter().zip(answers) {
+                        // A caller that has gone is told nothing.
+                        drop(reply.send(answer));
+                    }
+                }
+                Err(trouble) => {
+                    for reply in replies {
+                        drop(reply.send(Err(trouble.clone())));
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Sender {
+    fn drop(&mut self) {
+        if self.counted {
+            self.inner.queue().senders -= 1;
+        }
+    }
+}
+
+impl fmt::Debug for Batcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Batcher").field("batching", &self.0.batching).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,451 @@
+//! The way to the server: connecting, connecting again, and sending.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use idem_core::{ErrorClass, ErrorKind, Operation, StoreError};
+use redis::aio::{ConnectionManager, MultiplexedConnection};
+use redis::cluster::{ClusterClient, ClusterConfig};
+use redis::cluster_async::ClusterConnection;
+use redis::cluster_routing::{MultipleNodeRoutingInfo, Route, RoutingInfo, SingleNodeRoutingInfo, SlotAddr};
+use redis::io::tcp::TcpSettings;
+use redis::sentinel::{SentinelClient, SentinelNodeConnectionInfo, SentinelServerType};
+use redis::{
+    AsyncConnectionConfig, Client, Cmd, ErrorKind as Driver, IntoConnectionInfo, Pipeline, RedisError, ServerErrorKind,
+    Value,
+};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use crate::config::{Acknowledge, Config, Fsync};
+use crate::error::{RedisStoreError, STORE, Trouble, own_error, setup_error};
+
+/// How a store reaches its server: what [`RedisStore::open`](crate::RedisStore::open) takes.
+///
+/// Of a [`Client`] or a [`SentinelClient`], the store makes its own connections, and makes them anew where they break. TLS,
+/// users and passwords are the client's, by its URL or its builder.
+///
+/// A [`ConnectionManager`] is the caller's, and may be shared with whatever else uses it; it connects again by itself. Its
+/// own response timeout applies as well. Of a [`ClusterClient`], the number of retries and the way of waiting between
+/// them apply.
+#[derive(Clone)]
+pub struct Connection(Kind);
+
+#[derive(Clone)]
+enum Kind {
+    Server(Client),
+    Manager(ConnectionManager),
+    Sentinel(Arc<tokio::sync::Mutex<SentinelClient>>),
+    Cluster(Box<ClusterClient>),
+}
+
+impl From<Client> for Connection {
+    fn from(client: Client) -> Self {
+        Self(Kind::Server(client))
+    }
+}
+
+impl From<ConnectionManager> for Connection {
+    fn from(manager: ConnectionManager) -> Self {
+        Self(Kind::Manager(manager))
+    }
+}
+
+impl From<SentinelClient> for Connection {
+    fn from(client: SentinelClient) -> Self {
+        Self(Kind::Sentinel(Arc::new(tokio::sync::Mutex::new(client))))
+    }
+}
+
+impl From<ClusterClient> for Connection {
+    fn from(client: ClusterClient) -> Self {
+        Self(Kind::Cluster(Box::new(client)))
+    }
+}
+
+impl fmt::Debug for Connection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Not the clients, which hold passwords.
+        f.write_str(match self.0 {
+            Kind::Server(_) => "Connection(Server)",
+            Kind::Manager(_) => "Connection(Manager)",
+            Kind::Sentinel(_) => "Connection(Sentinel)",
+            Kind::Cluster(_) => "Connection(Cluster)",
+        })
+    }
+}
+
+/// A client of that URL whose connections send at once: without `TCP_NODELAY`, a second small write waits for the
+/// acknowledgement of the first.
+pub(crate) fn client(url: impl IntoConnectionInfo) -> Result<Client, RedisError> {
+    let info = url.into_connection_info()?;
+    let tcp = info.tcp_settings().clone().set_nodelay(true);
+    Client::open(info.set_tcp_settings(tcp))
+}
+
+/// A cluster's client, of these URLs.
+pub(crate) fn cluster_client<T: IntoConnectionInfo>(
+    nodes: impl IntoIterator<Item = T>,
+) -> Result<ClusterClient, RedisError> {
+    ClusterClient::builder(nodes)
+        .tcp_settings(TcpSettings::default().set_nodelay(true))
+        // The store repeats by itself, within the time that a call may take.
+        .retries(3)
+        .min_retry_wait(10)
+        .max_retry_wait(200)
+        .build()
+}
+
+/// The way to the server.
+pub(crate) struct Link {
+    to: To,
+    acknowledge: Acknowledge,
+    response_timeout: Duration,
+}
+
+enum To {
+    Own(Box<Socket>),
+    Manager(ConnectionManager),
+    Cluster(ClusterConnection),
+}
+
+impl Link {
+    pub(crate) async fn new(connection: Connection, config: &Config) -> Result<Self, RedisError> {
+        let own = |target| {
+            let timeouts = AsyncConnectionConfig::new()
+                .set_connection_timeout(Some(config.response_timeout))
+                // Counted here, so that there is one timer for a pipeline and not two.
+                .set_response_timeout(None)
+                .set_pipeline_buffer_size(1_024);
+            Box::new(Socket::new(target, timeouts, config.response_timeout))
+        };
+        let to = match connection.0 {
+            Kind::Server(client) => To::Own(own(Target::Server(client))),
+            Kind::Sentinel(client) => To::Own(own(Target::Sentinel(client))),
+            Kind::Manager(manager) => To::Manager(manager),
+            Kind::Cluster(client) => {
+                let timeouts = ClusterConfig::new()
+                    .set_connection_timeout(config.response_timeout)
+                    .set_response_timeout(config.response_timeout);
+                To::Cluster(client.get_async_connection_with_config(timeouts).await?)
+            }
+        };
+        Ok(Self { to, acknowledge: config.acknowledge, response_timeout: config.response_timeout })
+    }
+
+    pub(crate) fn is_cluster(&self) -> bool {
+        matches!(self.to, To::Cluster(_))
+    }
+
+    /// Sends one command. The key is the one that it is about, for its slot.
+    pub(crate) async fn one(&self, command: &Cmd, key: &[u8]) -> Result<Value, Trouble> {
+        if self.acknowledge.waits() {
+            let mut pipeline = Pipeline::with_capacity(2);
+            pipeline.add_command(command.clone());
+            let mut values = self.pipeline(pipeline, key).await?;
+            return values.pop().unwrap_or_else(|| Err(Trouble::Gone));
+        }
+        self.send(command, RoutingInfo::SingleNode(slot(key))).await
+    }
+
+    /// Sends one command, on a cluster by that routing.
+    async fn send(&self, command: &Cmd, routing: RoutingInfo) -> Result<Value, Trouble> {
+        match &self.to {
+            To::Own(socket) => {
+                let (generation, mut connection) = socket.get().await?;
+                let answer = timeout(self.response_timeout, connection.send_packed_command(command)).await;
+                socket.judge(generation, answer, is_read_only)
+            }
+            To::Manager(manager) => {
+                let mut manager = manager.clone();
+                bounded(timeout(self.response_timeout, manager.send_packed_command(command)).await)
+            }
+            To::Cluster(cluster) => {
+                let mut cluster = cluster.clone();
+                // Not bounded here: the driver bounds each of its tries.
+                cluster.route_command(command.clone(), routing).await.map_err(Trouble::Lost)
+            }
+        }
+    }
+
+    /// Sends commands together: on a cluster they have to be of one slot, that of the key. An answer each.
+    pub(crate) async fn pipeline(
+        &self,
+        mut pipeline: Pipeline,
+        key: &[u8],
+    ) -> Result<Vec<Result<Value, Trouble>>, Trouble> {
+        let commands = pipeline.len();
+        let waits = self.add_waiting(&mut pipeline);
+        let mut values = match &self.to {
+            To::Own(socket) => {
+                let (generation, mut connection) = socket.get().await?;
+                let answer =
+                    timeout(self.response_timeout, connection.send_packed_commands(&pipeline, 0, pipeline.len())).await;
+                socket.judge(generation, answer, |values| values.iter().any(is_read_only))?
+            }
+            To::Manager(manager) => {
+                let (mut manager, count) = (manager.clone(), pipeline.len());
+                bounded(timeout(self.response_timeout, manager.send_packed_commands(&pipeline, 0, count)).await)?
+            }
+            To::Cluster(cluster) => {
+                let (mut cluster, count) = (cluster.clone(), pipeline.len());
+                cluster.route_pipeline(pipeline, 0, count, slot(key)).await.map_err(Trouble::Lost)?
+            }
+        };
+        let too_few = if waits {
+            values.split_off(commands.min(values.len())).iter().find_map(|value| self.too_few(value))
+        } else {
+            None
+        };
+        Ok(values
+            .into_iter()
+            .map(|value| match &too_few {
+                Some(trouble) if rests_on_a_write(&value) => Err(trouble.clone()),
+                _ => Ok(value),
+            })
+            .collect())
+    }
+
+    /// Adds what waits for replicas and disks, if anything does. It counts for all commands before it, and holds up the
+    /// connection's next ones meanwhile.
+    fn add_waiting(&self, pipeline: &mut Pipeline) -> bool {
+        let Acknowledge { replicas, fsync, timeout } = self.acknowledge;
+        let millis = u64::try_from(timeout.as_millis()).unwrap_or(u64::MAX).max(1);
+        if replicas > 0 && fsync != Fsync::ServerAndReplicas {
+            pipeline.cmd("WAIT").arg(replicas).arg(millis);
+        }
+        match fsync {
+            Fsync::None => {}
+            Fsync::Server => {
+                pipeline.cmd("WAITAOF").arg(1).arg(0).arg(millis);
+            }
+            Fsync::ServerAndReplicas => {
+                pipeline.cmd("WAITAOF").arg(1).arg(replicas).arg(millis);
+            }
+        }
+        self.acknowledge.waits()
+    }
+
+    /// What is wrong with the answer to a `WAIT` or `WAITAOF`, if anything.
+    fn too_few(&self, value: &Value) -> Option<Trouble> {
+        let replicas = i64::from(self.acknowledge.replicas);
+        let (found, wanted) = match value {
+            Value::Int(found) => (*found, replicas),
+            Value::Array(both) => match both[..] {
+                [Value::Int(server), Value::Int(others)] => {
+                    let wanted = if self.acknowledge.fsync == Fsync::ServerAndReplicas { replicas } else { 0 };
+                    (server.min(1) + others.min(wanted), 1 + wanted)
+                }
+                _ => (0, 1),
+            },
+            _ => (0, 1),
+        };
+        let waited = self.acknowledge.timeout;
+        let trouble = || Trouble::TooFew(Arc::new(RedisStoreError::TooFewAcknowledged { found, wanted, waited }));
+        (found < wanted).then(trouble)
+    }
+
+    /// Sends a command to each master. An answer each, in no order, with the node's address on a cluster.
+    pub(crate) async fn each_master(&self, command: &Cmd) -> Result<Vec<(Option<String>, Value)>, Trouble> {
+        let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
+        match self.send(command, all).await? {
+            Value::Map(answers) if self.is_cluster() => Ok(answers
+                .into_iter()
+                .map(|(node, value)| (redis::from_redis_value::<String>(node).ok(), value))
+                .collect()),
+            value => Ok(vec![(None, value)]),
+        }
+    }
+
+    /// Sends a command to that node of a cluster, or to the server.
+    pub(crate) async fn to_node(&self, node: Option<&str>, command: &Cmd) -> Result<Value, Trouble> {
+        let node = match node.and_then(|node| node.rsplit_once(':')) {
+            Some((host, port)) => {
+                SingleNodeRoutingInfo::ByAddress { host: host.to_owned(), port: port.parse().unwrap_or_default() }
+            }
+            None => SingleNodeRoutingInfo::RandomPrimary,
+        };
+        self.send(command, RoutingInfo::SingleNode(node)).await
+    }
+}
+
+fn slot(key: &[u8]) -> SingleNodeRoutingInfo {
+    SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master))
+}
+
+fn bounded<T>(answer: Result<Result<T, RedisError>, tokio::time::error::Elapsed>) -> Result<T, Trouble> {
+    match answer {
+        Ok(answer) => answer.map_err(Trouble::Lost),
+        Err(_) => Err(Trouble::Timeout { sent: true }),
+    }
+}
+
+fn is_read_only(value: &Value) -> bool {
+    matches!(value, Value::ServerError(error) if error.kind() == Some(ServerErrorKind::ReadOnly))
+}
+
+/// Whether an answer tells of a write, of this call or an earlier one, that a failover could take back.
+fn rests_on_a_write(value: &Value) -> bool {
+    match value {
+        // A lease lost or a mismatch changes nothing and lets nobody run.
+        Value::Int(verdict) => *verdict == 1,
+        Value::Array(_) => true,
+        _ => false,
+    }
+}
+
+/// Where a socket connects to.
+enum Target {
+    Server(Client),
+    Sentinel(Arc<tokio::sync::Mutex<SentinelClient>>),
+}
+
+/// A connection that is made when it is needed, and made anew when it has broken: by one caller for all, with a back-off.
+struct Socket {
+    target: Target,
+    config: AsyncConnectionConfig,
+    /// How long one try to connect may take: more than the driver's own bound, for asking sentinels before.
+    patience: Duration,
+    current: Mutex<Current>,
+    connecting: tokio::sync::Mutex<Connecting>,
+}
+
+#[derive(Default)]
+struct Current {
+    /// Counts connections, so that a late report about an older one does not close the one after it.
+    generation: u64,
+    connection: Option<MultiplexedConnection>,
+}
+
+#[derive(Default)]
+struct Connecting {
+    failures: u32,
+    failed: Option<(Instant, RedisError)>,
+}
+
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+
+impl Socket {
+    fn new(target: Target, config: AsyncConnectionConfig, patience: Duration) -> Self {
+        Self { target, config, patience: patience * 2, current: Mutex::default(), connecting: Default::default() }
+    }
+
+    fn current(&self) -> Option<(u64, MultiplexedConnection)> {
+        let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        current.connection.clone().map(|connection| (current.generation, connection))
+    }
+
+    async fn get(&self) -> Result<(u64, MultiplexedConnection), Trouble> {
+        if let Some(current) = self.current() {
+            return Ok(current);
+        }
+        let asked = Instant::now();
+        let mut connecting = self.connecting.lock().await;
+        if let Some(current) = self.current() {
+            return Ok(current);
+        }
+        if let Some((at, error)) = &connecting.failed {
+            // Who has waited for somebody else's try shares what it found.
+            if *at >= asked {
+                return Err(Trouble::Connect(error.clone()));
+            }
+            let pause = (FIRST_PAUSE * 2_u32.saturating_pow(connecting.failures.min(10))).min(LONGEST_PAUSE);
+            sleep_until(*at + pause.mul_f64(rand::random_range(0.5..1.0))).await;
+        }
+        let connected = timeout(self.patience, self.connect())
+            .await
+            .unwrap_or_else(|_| Err(RedisError::from(std::io::Error::from(std::io::ErrorKind::TimedOut))));
+        match connected {
+            Ok(connection) => {
+                *connecting = Connecting::default();
+                let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+                current.generation += 1;
+                current.connection = Some(connection.clone());
+                Ok((current.generation, connection))
+            }
+            Err(error) => {
+                connecting.failures = connecting.failures.saturating_add(1);
+                connecting.failed = Some((Instant::now(), error.clone()));
+                Err(Trouble::Connect(error))
+            }
+        }
+    }
+
+    async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
+        match &self.target {
+            Target::Server(client) => client.get_multiplexed_async_connection_with_config(&self.config).await,
+            Target::Sentinel(client) => {
+                // Asked anew each time: the sentinels know the master of now.
+                let client = client.lock().await.async_get_client().await?;
+                client.get_multiplexed_async_connection_with_config(&self.config).await
+            }
+        }
+    }
+
+    /// Looks at an answer: a connection that has broken, that does not answer, or that leads to a replica is not used
+    /// again. What is under way on it may still be answered.
+    fn judge<T>(
+        &self,
+        generation: u64,
+        answer: Result<Result<T, RedisError>, tokio::time::error::Elapsed>,
+        is_read_only: impl Fn(&T) -> bool,
+    ) -> Result<T, Trouble> {
+        let answer = bounded(answer);
+        let broken = match &answer {
+            Ok(value) => is_read_only(value),
+            Err(Trouble::Lost(error)) => error.is_unrecoverable_error() || error.kind() == Driver::Io,
+            Err(_) => true,
+        };
+        if broken {
+            let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+            if current.generation == generation {
+                current.connection = None;
+            }
+        }
+        answer
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("is_cluster", &self.is_cluster()).finish_non_exhaustive()
+    }
+}
+
+/// A client that asks these sentinels for the master of that name.
+pub(crate) fn sentinel_client<T: IntoConnectionInfo>(
+    sentinels: impl IntoIterator<Item = T>,
+    master: &str,
+) -> Result<SentinelClient, RedisError> {
+    let sentinels = sentinels.into_iter().map(IntoConnectionInfo::into_connection_info);
+    let sentinels = sentinels.collect::<Result<Vec<_>, _>>()?;
+    let tcp = TcpSettings::default().set_nodelay(true);
+    let node = SentinelNodeConnectionInfo::default().set_tcp_settings(tcp);
+    SentinelClient::build(sentinels, master.to_owned(), Some(node), SentinelServerType::Master)
+}
+
+/// Looks whether one of the nodes can be reached and is a cluster's: the driver does not tell why it found no cluster.
+pub(crate) async fn check_nodes<T: IntoConnectionInfo + Clone>(
+    nodes: &[T],
+    patience: Duration,
+) -> Result<(), StoreError> {
+    let mut failed = None;
+    for node in nodes {
+        let look = async {
+            let mut connection = client(node.clone())?.get_multiplexed_async_connection().await?;
+            let mut info = redis::cmd("INFO");
+            info.arg("cluster").query_async::<String>(&mut connection).await
+        };
+        match timeout(patience, look).await {
+            Ok(Ok(told)) if told.contains("cluster_enabled:0") => {
+                return Err(own_error(RedisStoreError::IsNoCluster, Operation::Setup));
+            }
+            Ok(Ok(_)) => return Ok(()),
+            Ok(Err(error)) => failed = Some(setup_error(error)),
+            Err(_) => {}
+        }
+    }
+    let silent = || StoreError::new(ErrorKind::Timeout, STORE, Operation::Setup).with_class(ErrorClass::Retryable);
+    Err(failed.unwrap_or_else(silent))
+}
