@@ -28,6 +28,7 @@ struct Job {
     number: u64,
     command: Cmd,
     bytes: usize,
+    deadline: Instant,
     reply: oneshot::Sender<Answer>,
 }
 
@@ -67,8 +68,7 @@ impl Batcher {
         if inner.batching.calls <= 1 || inner.link.is_cluster() || inner.may_go_alone() {
             inner.alone.fetch_add(1, Ordering::Relaxed);
             let _alone = Alone(&inner.alone);
-            let sent = timeout_at(deadline, inner.link.one(&command, key)).await;
-            return sent.unwrap_or(Err(Trouble::Timeout { sent: true }));
+            return inner.link.one(&command, key, deadline).await;
         }
         let (reply, answer) = oneshot::channel();
         let number = {
@@ -78,7 +78,7 @@ impl Batcher {
             }
             queue.next += 1;
             let number = queue.next;
-            queue.jobs.push_back(Job { number, command, bytes, reply });
+            queue.jobs.push_back(Job { number, command, bytes, deadline, reply });
             if queue.senders < inner.batching.pipelines.max(1) {
                 queue.senders += 1;
                 drop(queue);
@@ -149,11 +149,13 @@ impl Sender {
             }
             let mut pipeline = Pipeline::with_capacity(batch.len() + 1);
             let mut replies = Vec::with_capacity(batch.len());
+            // Who has to have an answer sooner gives up by itself.
+            let deadline = batch.iter().map(|job| job.deadline).max().unwrap_or_else(Instant::now);
             for job in batch {
                 pipeline.add_command(job.command);
                 replies.push(job.reply);
             }
-            match inner.link.pipeline(pipeline, &[]).await {
+            match inner.link.pipeline(pipeline, &[], deadline).await {
                 Ok(answers) => {
                     for (reply, answer) in replies.into_iter().zip(answers) {
                         // A caller that has gone is told nothing.

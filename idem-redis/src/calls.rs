@@ -16,7 +16,7 @@ use rand::RngExt;
 use redis::cluster_routing::Slot;
 use redis::{Cmd, Pipeline, RedisWrite, Script, ServerErrorKind, Value};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep};
 
 use crate::batch::Batcher;
 use crate::config::{ClockShift, Config, Prefix};
@@ -232,10 +232,7 @@ impl Calls {
                 }
                 let name = group.first().map(|at| names[*at].clone()).unwrap_or_default();
                 let link = Arc::clone(&self.link);
-                sent.spawn(async move {
-                    let answer = timeout_at(deadline, link.pipeline(pipeline, &name)).await;
-                    (group, answer.unwrap_or(Err(Trouble::Timeout { sent: true })))
-                });
+                sent.spawn(async move { (group, link.pipeline(pipeline, &name, deadline).await) });
                 // One server gets them one after the other, so that calls of one key keep their order; on a cluster, those of
                 // one key are of one slot and go together.
                 if !self.link.is_cluster() {

@@ -137,7 +137,7 @@ pub(crate) async fn check_usable(
     acknowledge: Acknowledge,
 ) -> Result<Vec<(Option<String>, String)>, StoreError> {
     let mut servers = Vec::new();
-    for (node, value) in calls.link.each_master(&ask("all")).await.map_err(setup)? {
+    for (node, value) in calls.link.each_master(&ask("all"), calls.deadline()).await.map_err(setup)? {
         let told = text(value)?;
         let told_of = info(&told);
         let version = told_of.get("redis_version").copied().unwrap_or_default();
@@ -233,7 +233,7 @@ pub(crate) async fn report(calls: &Calls, config: &Config) -> Result<Vec<ServerR
 async fn setting(calls: &Calls, node: Option<&str>, name: &str) -> Result<Option<String>, StoreError> {
     let mut command = cmd("CONFIG");
     command.arg("GET").arg(name);
-    match calls.link.to_node(node, &command).await.map_err(setup)? {
+    match calls.link.to_node(node, &command, calls.deadline()).await.map_err(setup)? {
         // Forbidden, or renamed.
         Value::ServerError(_) => Ok(None),
         value => {

@@ -210,9 +210,9 @@ pub struct Batching {
 }
 
 impl Default for Batching {
-    /// 256 calls, 1 MiB, 2 pipelines, 65,536 in the queue.
+    /// 128 calls, 1 MiB, 2 pipelines, 65,536 in the queue.
     fn default() -> Self {
-        Self { calls: 256, bytes: 1024 * 1024, pipelines: 2, queue: 65_536 }
+        Self { calls: 128, bytes: 1024 * 1024, pipelines: 2, queue: 65_536 }
     }
 }
 

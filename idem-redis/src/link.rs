@@ -15,7 +15,7 @@ use redis::{
     AsyncConnectionConfig, Client, Cmd, ErrorKind as Driver, IntoConnectionInfo, Pipeline, RedisError, ServerErrorKind,
     Value,
 };
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
 use crate::config::{Acknowledge, Config, Fsync};
 use crate::error::{RedisStoreError, STORE, Trouble, own_error, setup_error};
@@ -137,33 +137,34 @@ impl Link {
         matches!(self.to, To::Cluster(_))
     }
 
-    /// Sends one command. The key is the one that it is about, for its slot.
-    pub(crate) async fn one(&self, command: &Cmd, key: &[u8]) -> Result<Value, Trouble> {
+    /// Sends one command, and waits no longer than until then. The key is the one that it is about, for its slot.
+    pub(crate) async fn one(&self, command: &Cmd, key: &[u8], deadline: Instant) -> Result<Value, Trouble> {
         if self.acknowledge.waits() {
             let mut pipeline = Pipeline::with_capacity(2);
             pipeline.add_command(command.clone());
-            let mut values = self.pipeline(pipeline, key).await?;
+            let mut values = self.pipeline(pipeline, key, deadline).await?;
             return values.pop().unwrap_or_else(|| Err(Trouble::Gone));
         }
-        self.send(command, RoutingInfo::SingleNode(slot(key))).await
+        self.send(command, RoutingInfo::SingleNode(slot(key)), deadline).await
     }
 
     /// Sends one command, on a cluster by that routing.
-    async fn send(&self, command: &Cmd, routing: RoutingInfo) -> Result<Value, Trouble> {
+    async fn send(&self, command: &Cmd, routing: RoutingInfo, deadline: Instant) -> Result<Value, Trouble> {
+        let answered_by = || deadline.min(Instant::now() + self.response_timeout);
         match &self.to {
             To::Own(socket) => {
-                let (generation, mut connection) = socket.get().await?;
-                let answer = timeout(self.response_timeout, connection.send_packed_command(command)).await;
+                let (generation, mut connection) = socket.get(deadline).await?;
+                let answer = timeout_at(answered_by(), connection.send_packed_command(command)).await;
                 socket.judge(generation, answer, is_read_only)
             }
             To::Manager(manager) => {
                 let mut manager = manager.clone();
-                bounded(timeout(self.response_timeout, manager.send_packed_command(command)).await)
+                bounded(timeout_at(answered_by(), manager.send_packed_command(command)).await)
             }
             To::Cluster(cluster) => {
                 let mut cluster = cluster.clone();
-                // Not bounded here: the driver bounds each of its tries.
-                cluster.route_command(command.clone(), routing).await.map_err(Trouble::Lost)
+                // The driver bounds each of its tries.
+                bounded(timeout_at(deadline, cluster.route_command(command.clone(), routing)).await)
             }
         }
     }
@@ -173,23 +174,25 @@ impl Link {
         &self,
         mut pipeline: Pipeline,
         key: &[u8],
+        deadline: Instant,
     ) -> Result<Vec<Result<Value, Trouble>>, Trouble> {
+        let answered_by = || deadline.min(Instant::now() + self.response_timeout);
         let commands = pipeline.len();
         let waits = self.add_waiting(&mut pipeline);
         let mut values = match &self.to {
             To::Own(socket) => {
-                let (generation, mut connection) = socket.get().await?;
-                let answer =
-                    timeout(self.response_timeout, connection.send_packed_commands(&pipeline, 0, pipeline.len())).await;
+                let (generation, mut connection) = socket.get(deadline).await?;
+                let sent = connection.send_packed_commands(&pipeline, 0, pipeline.len());
+                let answer = timeout_at(answered_by(), sent).await;
                 socket.judge(generation, answer, |values| values.iter().any(is_read_only))?
             }
             To::Manager(manager) => {
                 let (mut manager, count) = (manager.clone(), pipeline.len());
-                bounded(timeout(self.response_timeout, manager.send_packed_commands(&pipeline, 0, count)).await)?
+                bounded(timeout_at(answered_by(), manager.send_packed_commands(&pipeline, 0, count)).await)?
             }
             To::Cluster(cluster) => {
                 let (mut cluster, count) = (cluster.clone(), pipeline.len());
-                cluster.route_pipeline(pipeline, 0, count, slot(key)).await.map_err(Trouble::Lost)?
+                bounded(timeout_at(deadline, cluster.route_pipeline(pipeline, 0, count, slot(key))).await)?
             }
         };
         let too_few = if waits {
@@ -246,9 +249,13 @@ impl Link {
     }
 
     /// Sends a command to each master. An answer each, in no order, with the node's address on a cluster.
-    pub(crate) async fn each_master(&self, command: &Cmd) -> Result<Vec<(Option<String>, Value)>, Trouble> {
+    pub(crate) async fn each_master(
+        &self,
+        command: &Cmd,
+        deadline: Instant,
+    ) -> Result<Vec<(Option<String>, Value)>, Trouble> {
         let all = RoutingInfo::MultiNode((MultipleNodeRoutingInfo::AllMasters, None));
-        match self.send(command, all).await? {
+        match self.send(command, all, deadline).await? {
             Value::Map(answers) if self.is_cluster() => Ok(answers
                 .into_iter()
                 .map(|(node, value)| (redis::from_redis_value::<String>(node).ok(), value))
@@ -258,14 +265,14 @@ impl Link {
     }
 
     /// Sends a command to that node of a cluster, or to the server.
-    pub(crate) async fn to_node(&self, node: Option<&str>, command: &Cmd) -> Result<Value, Trouble> {
+    pub(crate) async fn to_node(&self, node: Option<&str>, command: &Cmd, deadline: Instant) -> Result<Value, Trouble> {
         let node = match node.and_then(|node| node.rsplit_once(':')) {
             Some((host, port)) => {
                 SingleNodeRoutingInfo::ByAddress { host: host.to_owned(), port: port.parse().unwrap_or_default() }
             }
             None => SingleNodeRoutingInfo::RandomPrimary,
         };
-        self.send(command, RoutingInfo::SingleNode(node)).await
+        self.send(command, RoutingInfo::SingleNode(node), deadline).await
     }
 }
 
@@ -336,10 +343,14 @@ impl Socket {
         current.connection.clone().map(|connection| (current.generation, connection))
     }
 
-    async fn get(&self) -> Result<(u64, MultiplexedConnection), Trouble> {
+    async fn get(&self, deadline: Instant) -> Result<(u64, MultiplexedConnection), Trouble> {
         if let Some(current) = self.current() {
             return Ok(current);
         }
+        timeout_at(deadline, self.connected()).await.unwrap_or(Err(Trouble::Timeout { sent: false }))
+    }
+
+    async fn connected(&self) -> Result<(u64, MultiplexedConnection), Trouble> {
         let asked = Instant::now();
         let mut connecting = self.connecting.lock().await;
         if let Some(current) = self.current() {

@@ -75,7 +75,8 @@ impl Scan<'_> {
             trouble.into_error(class, cluster, Operation::Fetch)
         };
         if self.nodes.is_none() {
-            let masters = self.store.calls.link.each_master(&cmd("PING")).await.map_err(failed)?;
+            let masters =
+                self.store.calls.link.each_master(&cmd("PING"), self.store.calls.deadline()).await.map_err(failed)?;
             self.nodes = Some(masters.into_iter().map(|(node, _)| (node, 0)).collect());
         }
         let Some((node, cursor)) = self.nodes.as_ref().and_then(|nodes| nodes.front().cloned()) else {
@@ -83,7 +84,14 @@ impl Scan<'_> {
         };
         let mut command = cmd("SCAN");
         command.arg(cursor).arg("MATCH").arg(format!("{}*", self.store.config.prefix.as_str())).arg("COUNT").arg(STEP);
-        let answer = match self.store.calls.link.to_node(node.as_deref(), &command).await.map_err(failed)? {
+        let answer = match self
+            .store
+            .calls
+            .link
+            .to_node(node.as_deref(), &command, self.store.calls.deadline())
+            .await
+            .map_err(failed)?
+        {
             Value::ServerError(error) => return Err(failed(Trouble::Server(error))),
             value => value,
         };
