@@ -167,7 +167,7 @@ impl Calls {
 
     /// Sends a call, and sends it again where it was not answered, until the time that a call may take is over.
     async fn send(&self, call: Call<'_>, deadline: Instant) -> Result<Value, StoreError> {
-        let mut attempt = Attempt::new(call.operation(), self.link.is_cluster(), deadline);
+        let mut attempt = Attempt::new(call, self, deadline);
         let (name, size) = (layout::name(&self.prefix, call.key()), call.size());
         loop {
             let command = self.command(call, &name, attempt.with_text);
@@ -218,21 +218,34 @@ impl Calls {
     pub(crate) async fn many(&self, calls: &[Call<'_>]) -> Vec<Result<Value, StoreError>> {
         let deadline = self.deadline();
         let names: Vec<Vec<u8>> = calls.iter().map(|call| layout::name(&self.prefix, call.key())).collect();
-        let new = |call: &Call<'_>| Attempt::new(call.operation(), self.link.is_cluster(), deadline);
-        let mut attempts: Vec<Attempt> = calls.iter().map(new).collect();
+        let mut attempts: Vec<Attempt<'_>> = calls.iter().map(|call| Attempt::new(*call, self, deadline)).collect();
         let mut done: Vec<Option<Result<Value, StoreError>>> = calls.iter().map(|_| None).collect();
         let mut open: Vec<usize> = (0..calls.len()).collect();
         while !open.is_empty() {
             let mut answers: Vec<Option<Result<Value, Trouble>>> = calls.iter().map(|_| None).collect();
             let mut sent = JoinSet::new();
-            for group in self.groups(calls, &names, &open) {
-                let mut pipeline = Pipeline::with_capacity(group.len() + 1);
-                for at in &group {
-                    pipeline.add_command(self.command(calls[*at], &names[*at], attempts[*at].with_text));
+            // On a cluster, what was refused with one call of a slot need not be so for the others of it.
+            let one_by_one = self.link.is_cluster() && open.len() < calls.len();
+            for group in self.groups(calls, &names, &open, one_by_one) {
+                let Some(first) = group.first().copied() else { continue };
+                let (link, name) = (Arc::clone(&self.link), names[first].clone());
+                let command = |at: usize| self.command(calls[at], &names[at], attempts[at].with_text);
+                if group.len() == 1 {
+                    let command = command(first);
+                    sent.spawn(async move {
+                        let answer = link.one(&command, &name, deadline).await;
+                        (group, Ok(vec![answer]))
+                    });
+                } else {
+                    let mut pipeline = Pipeline::with_capacity(group.len() + 1);
+                    for at in &group {
+                        pipeline.add_command(command(*at));
+                    }
+                    sent.spawn(async move {
+                        let answer = link.pipeline(pipeline, &name, deadline).await;
+                        (group, answer)
+                    });
                 }
-                let name = group.first().map(|at| names[*at].clone()).unwrap_or_default();
-                let link = Arc::clone(&self.link);
-                sent.spawn(async move { (group, link.pipeline(pipeline, &name, deadline).await) });
                 // One server gets them one after the other, so that calls of one key keep their order; on a cluster, those of
                 // one key are of one slot and go together.
                 if !self.link.is_cluster() {
@@ -255,8 +268,11 @@ impl Calls {
     }
 
     /// Which calls go together: by slot on a cluster, by size otherwise.
-    fn groups(&self, calls: &[Call<'_>], names: &[Vec<u8>], open: &[usize]) -> Vec<Vec<usize>> {
+    fn groups(&self, calls: &[Call<'_>], names: &[Vec<u8>], open: &[usize], one_by_one: bool) -> Vec<Vec<usize>> {
         const MOST_BYTES: usize = 4 * 1024 * 1024;
+        if one_by_one {
+            return open.iter().map(|at| vec![*at]).collect();
+        }
         let mut groups: Vec<Vec<usize>> = Vec::new();
         if self.link.is_cluster() {
             let mut by_slot: HashMap<Slot, usize> = HashMap::new();
@@ -306,25 +322,38 @@ fn settle(cmd: &mut Cmd, lease: &Lease, duration: Duration) {
 }
 
 /// What is known of a call that is sent until it is answered.
-struct Attempt {
-    operation: Operation,
+struct Attempt<'a> {
+    call: Call<'a>,
     cluster: bool,
+    call_timeout: Duration,
     deadline: Instant,
     /// An earlier delivery may have been executed.
     maybe: bool,
     with_text: bool,
     pauses: u32,
+    /// What the latest delivery met.
+    latest: Option<Trouble>,
 }
 
-impl Attempt {
-    fn new(operation: Operation, cluster: bool, deadline: Instant) -> Self {
-        Self { operation, cluster, deadline, maybe: false, with_text: false, pauses: 0 }
+impl<'a> Attempt<'a> {
+    fn new(call: Call<'a>, calls: &Calls, deadline: Instant) -> Self {
+        Self {
+            call,
+            cluster: calls.link.is_cluster(),
+            call_timeout: calls.call_timeout,
+            deadline,
+            maybe: false,
+            with_text: false,
+            pauses: 0,
+            latest: None,
+        }
     }
 
     /// The call's result, or `None` where it is to be sent again.
     fn judge(&mut self, answer: Result<Value, Trouble>) -> Option<Result<Value, StoreError>> {
         let trouble = match answer {
             Ok(Value::ServerError(error)) => Trouble::Server(error),
+            Ok(value) if self.maybe && !self.tells(&value) => return Some(Err(self.unknown())),
             Ok(value) => return Some(Ok(value)),
             Err(trouble) => trouble,
         };
@@ -338,12 +367,50 @@ impl Attempt {
         }
         let (_, class) = trouble.classify(self.cluster);
         self.maybe |= class == ErrorClass::Unknown;
+        // That the time was over tells less than what it was spent on.
+        let trouble = match (self.latest.take(), trouble) {
+            (Some(before), Trouble::Timeout { sent: false }) => before,
+            (_, trouble) => trouble,
+        };
         if trouble.may_pass(self.cluster) && Instant::now() < self.deadline {
             self.pauses += 1;
+            self.latest = Some(trouble);
             return None;
         }
         let class = if self.maybe { ErrorClass::Unknown } else { class };
-        Some(Err(trouble.into_error(class, self.cluster, self.operation)))
+        Some(Err(trouble.into_error(class, self.cluster, self.call.operation())))
+    }
+
+    /// Whether an answer tells what became of the call although an earlier delivery of it may have been executed.
+    ///
+    /// It does where it says that the call has had its effect, now or before, and where it could not be so if it had. Otherwise
+    /// the earlier delivery may have done its work and been overtaken: a fail that freed the key, which another attempt holds
+    /// by now, is told that the lease is lost. To answer so would deny what has happened. The caller learns that it is
+    /// unknown, and gets that same answer when it asks again: then it is the answer to a call that came too late.
+    fn tells(&self, value: &Value) -> bool {
+        match (self.call, value) {
+            (Call::Fetch(_), _) | (_, Value::Int(1 | 8)) => true,
+            (Call::Complete(..) | Call::Fail(..), Value::Int(9)) => true,
+            // While the record lived that an earlier delivery would have made, nobody else could begin anew, nor with
+            // another fingerprint.
+            (Call::Reserve(request), Value::Int(6)) => request.retention >= self.call_timeout,
+            (Call::Reserve(_), Value::Array(parts)) if parts.first() == Some(&Value::Int(2)) => true,
+            (Call::Reserve(request), Value::Array(parts)) => match &parts[..] {
+                [_, _, Value::BulkString(record)] => {
+                    request.retention >= self.call_timeout && layout::is_first_of_another(record, request.token)
+                }
+                _ => false,
+            },
+            _ => false,
+        }
+    }
+
+    fn unknown(&mut self) -> StoreError {
+        let operation = self.call.operation();
+        match self.latest.take() {
+            Some(trouble) => trouble.into_error(ErrorClass::Unknown, self.cluster, operation),
+            None => unknown_answer(operation),
+        }
     }
 
     /// Waits before the next delivery: not at all after the first try that was lost, longer each time.

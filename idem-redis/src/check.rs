@@ -176,8 +176,14 @@ pub(crate) async fn check_rights(calls: &Calls) -> Result<(), StoreError> {
     let request = Reserve::new(key).with_lease(Duration::from_millis(1)).with_retention(Duration::from_millis(1));
     match calls.probe(Call::Reserve(&request)).await {
         Ok(_) => Ok(()),
+        // The user may run scripts, and not what is in them: the server has no code of its own for that.
+        Err(error) if error.kind() == ErrorKind::Other => {
+            Err(StoreError::new(ErrorKind::Misconfigured, STORE, Operation::Setup)
+                .with_context("the server refuses what the scripts do")
+                .with_source(error))
+        }
         // It is full, or a replica does not answer now: that may pass, and each call tells.
-        Err(error) if error.class() != ErrorClass::Permanent && error.kind() != ErrorKind::Other => Ok(()),
+        Err(error) if error.class() != ErrorClass::Permanent => Ok(()),
         Err(error) => Err(error),
     }
 }

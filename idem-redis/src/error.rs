@@ -102,7 +102,7 @@ impl Trouble {
                 known => known,
             },
             Self::Lost(error) => match by_driver(error, cluster) {
-                // Of a cluster: it was sent before, perhaps, and is sent again by the driver.
+                // Of several commands, of which one was refused.
                 (kind, ErrorClass::Retryable) => (kind, ErrorClass::Unknown),
                 known => known,
             },

@@ -164,6 +164,12 @@ pub(crate) fn put_failure(out: &mut impl BufMut, failure: &Failure) {
     out.put_slice(failure.note().as_bytes());
 }
 
+/// Whether a record is of the first attempt at its key, and of another's. Anything but a record is not.
+pub(crate) fn is_first_of_another(record: &[u8], token: Token) -> bool {
+    let of = |bytes: std::ops::Range<usize>| record.get(bytes).unwrap_or_default();
+    of(49..53) == 1_u32.to_be_bytes() && of(53..69).len() == 16 && of(53..69) != token.as_bytes()
+}
+
 /// The time of so many microseconds since the epoch, if it is one.
 pub(crate) fn time(micros: f64) -> Option<SystemTime> {
     if !(0.0..=EXACT).contains(&micros) || micros.fract() != 0.0 {

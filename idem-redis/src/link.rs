@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use idem_core::{ErrorClass, ErrorKind, Operation, StoreError};
 use redis::aio::{ConnectionManager, MultiplexedConnection};
-use redis::cluster::{ClusterClient, ClusterConfig};
+use redis::cluster::{ClusterClient, ClusterClientBuilder, ClusterConfig};
 use redis::cluster_async::ClusterConnection;
 use redis::cluster_routing::{MultipleNodeRoutingInfo, Route, RoutingInfo, SingleNodeRoutingInfo, SlotAddr};
 use redis::io::tcp::TcpSettings;
 use redis::sentinel::{SentinelClient, SentinelNodeConnectionInfo, SentinelServerType};
 use redis::{
-    AsyncConnectionConfig, Client, Cmd, ErrorKind as Driver, IntoConnectionInfo, Pipeline, RedisError, ServerErrorKind,
-    Value,
+    AsyncConnectionConfig, Client, Cmd, ErrorKind as Driver, IntoConnectionInfo, Pipeline, RedisError, ServerError,
+    ServerErrorKind, Value,
 };
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
@@ -26,17 +26,15 @@ use crate::error::{RedisStoreError, STORE, Trouble, own_error, setup_error};
 /// users and passwords are the client's, by its URL or its builder.
 ///
 /// A [`ConnectionManager`] is the caller's, and may be shared with whatever else uses it; it connects again by itself. Its
-/// own response timeout applies as well. Of a [`ClusterClient`], the number of retries and the way of waiting between
-/// them apply.
-#[derive(Clone)]
+/// own response timeout applies as well. A cluster is given as a [`ClusterClientBuilder`], of which the store sets the
+/// number of retries to none: it repeats by itself, and has to know of every delivery.
 pub struct Connection(Kind);
 
-#[derive(Clone)]
 enum Kind {
     Server(Client),
     Manager(ConnectionManager),
-    Sentinel(Arc<tokio::sync::Mutex<SentinelClient>>),
-    Cluster(Box<ClusterClient>),
+    Sentinel(Box<SentinelClient>),
+    Cluster(Box<ClusterClientBuilder>),
 }
 
 impl From<Client> for Connection {
@@ -53,12 +51,12 @@ impl From<ConnectionManager> for Connection {
 
 impl From<SentinelClient> for Connection {
     fn from(client: SentinelClient) -> Self {
-        Self(Kind::Sentinel(Arc::new(tokio::sync::Mutex::new(client))))
+        Self(Kind::Sentinel(Box::new(client)))
     }
 }
 
-impl From<ClusterClient> for Connection {
-    fn from(client: ClusterClient) -> Self {
+impl From<ClusterClientBuilder> for Connection {
+    fn from(client: ClusterClientBuilder) -> Self {
         Self(Kind::Cluster(Box::new(client)))
     }
 }
@@ -84,16 +82,8 @@ pub(crate) fn client(url: impl IntoConnectionInfo) -> Result<Client, RedisError>
 }
 
 /// A cluster's client, of these URLs.
-pub(crate) fn cluster_client<T: IntoConnectionInfo>(
-    nodes: impl IntoIterator<Item = T>,
-) -> Result<ClusterClient, RedisError> {
-    ClusterClient::builder(nodes)
-        .tcp_settings(TcpSettings::default().set_nodelay(true))
-        // The store repeats by itself, within the time that a call may take.
-        .retries(3)
-        .min_retry_wait(10)
-        .max_retry_wait(200)
-        .build()
+pub(crate) fn cluster_client<T: IntoConnectionInfo>(nodes: impl IntoIterator<Item = T>) -> ClusterClientBuilder {
+    ClusterClient::builder(nodes).tcp_settings(TcpSettings::default().set_nodelay(true))
 }
 
 /// The way to the server.
@@ -121,12 +111,15 @@ impl Link {
         };
         let to = match connection.0 {
             Kind::Server(client) => To::Own(own(Target::Server(client))),
-            Kind::Sentinel(client) => To::Own(own(Target::Sentinel(client))),
+            Kind::Sentinel(client) => To::Own(own(Target::Sentinel(tokio::sync::Mutex::new(*client)))),
             Kind::Manager(manager) => To::Manager(manager),
             Kind::Cluster(client) => {
                 let timeouts = ClusterConfig::new()
                     .set_connection_timeout(config.response_timeout)
                     .set_response_timeout(config.response_timeout);
+                // What was not answered is repeated by the store: whether an earlier delivery may have had its effect
+                // decides what a later one means.
+                let client = client.retries(0).build()?;
                 To::Cluster(client.get_async_connection_with_config(timeouts).await?)
             }
         };
@@ -139,13 +132,41 @@ impl Link {
 
     /// Sends one command, and waits no longer than until then. The key is the one that it is about, for its slot.
     pub(crate) async fn one(&self, command: &Cmd, key: &[u8], deadline: Instant) -> Result<Value, Trouble> {
-        if self.acknowledge.waits() {
-            let mut pipeline = Pipeline::with_capacity(2);
-            pipeline.add_command(command.clone());
-            let mut values = self.pipeline(pipeline, key, deadline).await?;
-            return values.pop().unwrap_or_else(|| Err(Trouble::Gone));
+        let answer = if self.acknowledge.waits() {
+            self.alone(command, slot(key), false, deadline).await
+        } else {
+            self.send(command, RoutingInfo::SingleNode(slot(key)), deadline).await
+        };
+        // The key's slot has moved, or moves and the key has gone ahead: the node that it goes to is asked.
+        let Err(Trouble::Server(error)) = &answer else { return answer };
+        let asking = match error.kind() {
+            Some(ServerErrorKind::Moved) => false,
+            Some(ServerErrorKind::Ask) => true,
+            _ => return answer,
+        };
+        let redirected = RedisError::from(error.clone());
+        match redirected.redirect_node().and_then(|(node, _)| address(node)) {
+            Some(node) if self.is_cluster() => self.alone(command, node, asking, deadline).await,
+            _ => answer,
         }
-        self.send(command, RoutingInfo::SingleNode(slot(key)), deadline).await
+    }
+
+    /// Sends one command in a pipeline of its own: behind `ASKING` where that is needed, which counts for the next command
+    /// of the connection alone, and before what waits for replicas.
+    async fn alone(
+        &self,
+        command: &Cmd,
+        node: SingleNodeRoutingInfo,
+        asking: bool,
+        deadline: Instant,
+    ) -> Result<Value, Trouble> {
+        let mut pipeline = Pipeline::with_capacity(3);
+        if asking {
+            pipeline.cmd("ASKING");
+        }
+        pipeline.add_command(command.clone());
+        let mut values = self.pipeline_to(pipeline, node, deadline).await?;
+        values.pop().unwrap_or(Err(Trouble::Gone))
     }
 
     /// Sends one command, on a cluster by that routing.
@@ -163,8 +184,8 @@ impl Link {
             }
             To::Cluster(cluster) => {
                 let mut cluster = cluster.clone();
-                // The driver bounds each of its tries.
-                bounded(timeout_at(deadline, cluster.route_command(command.clone(), routing)).await)
+                let answer = timeout_at(deadline, cluster.route_command(command.clone(), routing)).await;
+                answer.map_or(Err(Trouble::Timeout { sent: true }), |answer| answer.map_err(of_cluster))
             }
         }
     }
@@ -172,8 +193,23 @@ impl Link {
     /// Sends commands together: on a cluster they have to be of one slot, that of the key. An answer each.
     pub(crate) async fn pipeline(
         &self,
-        mut pipeline: Pipeline,
+        pipeline: Pipeline,
         key: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Result<Value, Trouble>>, Trouble> {
+        let commands = pipeline.len();
+        let answers = self.pipeline_to(pipeline, slot(key), deadline).await;
+        match answers {
+            // The driver tells one command's error for all: the others may have been executed.
+            Err(Trouble::Server(error)) if commands > 1 => Err(Trouble::Lost(error.into())),
+            answers => answers,
+        }
+    }
+
+    async fn pipeline_to(
+        &self,
+        mut pipeline: Pipeline,
+        node: SingleNodeRoutingInfo,
         deadline: Instant,
     ) -> Result<Vec<Result<Value, Trouble>>, Trouble> {
         let answered_by = || deadline.min(Instant::now() + self.response_timeout);
@@ -192,7 +228,8 @@ impl Link {
             }
             To::Cluster(cluster) => {
                 let (mut cluster, count) = (cluster.clone(), pipeline.len());
-                bounded(timeout_at(deadline, cluster.route_pipeline(pipeline, 0, count, slot(key))).await)?
+                let answer = timeout_at(deadline, cluster.route_pipeline(pipeline, 0, count, node)).await;
+                answer.map_or(Err(Trouble::Timeout { sent: true }), |answer| answer.map_err(of_cluster))?
             }
         };
         let too_few = if waits {
@@ -266,18 +303,28 @@ impl Link {
 
     /// Sends a command to that node of a cluster, or to the server.
     pub(crate) async fn to_node(&self, node: Option<&str>, command: &Cmd, deadline: Instant) -> Result<Value, Trouble> {
-        let node = match node.and_then(|node| node.rsplit_once(':')) {
-            Some((host, port)) => {
-                SingleNodeRoutingInfo::ByAddress { host: host.to_owned(), port: port.parse().unwrap_or_default() }
-            }
-            None => SingleNodeRoutingInfo::RandomPrimary,
-        };
+        let node = node.and_then(address).unwrap_or(SingleNodeRoutingInfo::RandomPrimary);
         self.send(command, RoutingInfo::SingleNode(node), deadline).await
     }
 }
 
 fn slot(key: &[u8]) -> SingleNodeRoutingInfo {
     SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master))
+}
+
+/// The node of that address, as a cluster gives it: `host:port`.
+fn address(node: &str) -> Option<SingleNodeRoutingInfo> {
+    let (host, port) = node.rsplit_once(':')?;
+    Some(SingleNodeRoutingInfo::ByAddress { host: host.to_owned(), port: port.parse().ok()? })
+}
+
+/// What the driver of a cluster met with the one delivery that it makes.
+fn of_cluster(error: RedisError) -> Trouble {
+    match ServerError::try_from(error) {
+        Ok(server) => Trouble::Server(server),
+        Err(error) if error.kind() == Driver::ClusterConnectionNotFound => Trouble::Connect(error),
+        Err(error) => Trouble::Lost(error),
+    }
 }
 
 fn bounded<T>(answer: Result<Result<T, RedisError>, tokio::time::error::Elapsed>) -> Result<T, Trouble> {
@@ -304,7 +351,7 @@ fn rests_on_a_write(value: &Value) -> bool {
 /// Where a socket connects to.
 enum Target {
     Server(Client),
-    Sentinel(Arc<tokio::sync::Mutex<SentinelClient>>),
+    Sentinel(tokio::sync::Mutex<SentinelClient>),
 }
 
 /// A connection that is made when it is needed, and made anew when it has broken: by one caller for all, with a back-off.
@@ -456,6 +503,10 @@ pub(crate) async fn check_nodes<T: IntoConnectionInfo + Clone>(
             Ok(Err(error)) => failed = Some(setup_error(error)),
             Err(_) => {}
         }
+    }
+    if nodes.is_empty() {
+        // The driver says so.
+        return Ok(());
     }
     let silent = || StoreError::new(ErrorKind::Timeout, STORE, Operation::Setup).with_class(ErrorClass::Retryable);
     Err(failed.unwrap_or_else(silent))

@@ -70,7 +70,7 @@ impl RedisStore {
     ) -> Result<Self, StoreError> {
         let nodes: Vec<T> = nodes.into_iter().collect();
         link::check_nodes(&nodes, config.response_timeout).await?;
-        Self::open(link::cluster_client(nodes).map_err(setup_error)?, config).await
+        Self::open(link::cluster_client(nodes), config).await
     }
 
     /// A store on the master of that name, as these sentinels tell it. For a master with a password or TLS, build a

@@ -60,7 +60,7 @@ pub(crate) fn missing(reason: String) -> Missing {
 macro_rules! tests {
     ($($name:ident,)+) => {
         fn main() -> std::process::ExitCode {
-            let missing = $crate::stores::RedisServer::find().err().map(|error| $crate::stores::missing(error.to_string()));
+            let missing = idem_testkit::servers::RedisServer::find().err().map(|error| $crate::stores::missing(error.to_string()));
             idem_testkit::run_tests(missing.as_ref(), &[$((stringify!($name), || $crate::stores::block_on($name()))),+])
         }
     };
@@ -92,6 +92,10 @@ pub(crate) async fn persist<T, F: Future<Output = Result<T, StoreError>>>(call: 
             }
         }
     }
+}
+
+pub(crate) async fn persist_reserve(store: &RedisStore, request: &Reserve) -> Reservation {
+    persist(|| store.reserve(request)).await
 }
 
 pub(crate) async fn acquire(store: &dyn KeyStore, request: &Reserve) -> Lease {
