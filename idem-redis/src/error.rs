@@ -137,11 +137,20 @@ impl Trouble {
             Self::Server(server) if matches!(server.code(), "MOVED" | "ASK") && !cluster => {
                 error.with_source(RedisStoreError::IsCluster)
             }
-            Self::Server(source) => error.with_source(RedisError::from(source)),
+            Self::Server(source) => error.with_source(without_arguments(source)),
             Self::TooFew(source) => error.with_source(Arc::unwrap_or_clone(source)),
             Self::QueueFull => error.with_source(RedisStoreError::QueueFull),
             Self::Timeout { .. } | Self::Gone => error,
         }
+    }
+}
+
+/// The server's error without what it quotes of a command: a key, a token, a body. Its text is cut and nothing is decided
+/// by it.
+fn without_arguments(error: ServerError) -> RedisError {
+    match error.details().and_then(|details| details.split_once(", with args")) {
+        Some((before, _)) => redis::make_extension_error(error.code().to_owned(), Some(before.to_owned())),
+        None => error.into(),
     }
 }
 
@@ -216,6 +225,17 @@ mod tests {
         }
         assert_eq!(by_code("MOVED", true).1, ErrorClass::Retryable);
         assert_eq!(by_code("SOMETHING", false).1, ErrorClass::Unknown);
+    }
+
+    /// A server of which somebody has renamed a command quotes what it was sent.
+    #[test]
+    fn no_key_and_no_token_goes_into_an_error() {
+        let answered = b"-ERR unknown command 'EVALSHA', with args beginning with: '1' 'idem:1:a:secret' \r\n";
+        let Ok(redis::Value::ServerError(error)) = redis::parse_redis_value(answered) else { panic!() };
+        let error = Trouble::Server(error).into_error(ErrorClass::Unknown, false, Operation::Reserve);
+        assert_eq!(error.kind(), ErrorKind::Other);
+        let shown = format!("{error} {error:?}");
+        assert!(shown.contains("unknown command") && !shown.contains("secret"), "{shown}");
     }
 
     #[test]

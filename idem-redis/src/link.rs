@@ -94,33 +94,32 @@ pub(crate) struct Link {
 }
 
 enum To {
-    Own(Box<Socket>),
+    Own(Box<Socket<Server>>),
     Manager(ConnectionManager),
-    Cluster(ClusterConnection),
+    Cluster(Box<Socket<Cluster>>),
 }
 
 impl Link {
-    pub(crate) async fn new(connection: Connection, config: &Config) -> Result<Self, RedisError> {
-        let own = |target| {
+    pub(crate) fn new(connection: Connection, config: &Config) -> Result<Self, RedisError> {
+        let patience = config.response_timeout;
+        let own = |address| {
             let timeouts = AsyncConnectionConfig::new()
-                .set_connection_timeout(Some(config.response_timeout))
+                .set_connection_timeout(Some(patience))
                 // Counted here, so that there is one timer for a pipeline and not two.
                 .set_response_timeout(None)
                 .set_pipeline_buffer_size(1_024);
-            Box::new(Socket::new(target, timeouts, config.response_timeout))
+            To::Own(Box::new(Socket::new(Server { address, timeouts }, patience)))
         };
         let to = match connection.0 {
-            Kind::Server(client) => To::Own(own(Target::Server(client))),
-            Kind::Sentinel(client) => To::Own(own(Target::Sentinel(tokio::sync::Mutex::new(*client)))),
+            Kind::Server(client) => own(Address::Given(client)),
+            Kind::Sentinel(client) => own(Address::Sentinel(tokio::sync::Mutex::new(*client))),
             Kind::Manager(manager) => To::Manager(manager),
             Kind::Cluster(client) => {
-                let timeouts = ClusterConfig::new()
-                    .set_connection_timeout(config.response_timeout)
-                    .set_response_timeout(config.response_timeout);
+                let timeouts = ClusterConfig::new().set_connection_timeout(patience).set_response_timeout(patience);
                 // What was not answered is repeated by the store: whether an earlier delivery may have had its effect
                 // decides what a later one means.
                 let client = client.retries(0).build()?;
-                To::Cluster(client.get_async_connection_with_config(timeouts).await?)
+                To::Cluster(Box::new(Socket::new(Cluster { client, timeouts }, patience)))
             }
         };
         Ok(Self { to, acknowledge: config.acknowledge, response_timeout: config.response_timeout })
@@ -169,9 +168,14 @@ impl Link {
         values.pop().unwrap_or(Err(Trouble::Gone))
     }
 
+    /// How long an answer may take. On a cluster the driver may have to look for the slots' nodes first.
+    fn patience(&self) -> Duration {
+        if self.is_cluster() { self.response_timeout * 2 } else { self.response_timeout }
+    }
+
     /// Sends one command, on a cluster by that routing.
     async fn send(&self, command: &Cmd, routing: RoutingInfo, deadline: Instant) -> Result<Value, Trouble> {
-        let answered_by = || deadline.min(Instant::now() + self.response_timeout);
+        let answered_by = || deadline.min(Instant::now() + self.patience());
         match &self.to {
             To::Own(socket) => {
                 let (generation, mut connection) = socket.get(deadline).await?;
@@ -182,10 +186,10 @@ impl Link {
                 let mut manager = manager.clone();
                 bounded(timeout_at(answered_by(), manager.send_packed_command(command)).await)
             }
-            To::Cluster(cluster) => {
-                let mut cluster = cluster.clone();
-                let answer = timeout_at(deadline, cluster.route_command(command.clone(), routing)).await;
-                answer.map_or(Err(Trouble::Timeout { sent: true }), |answer| answer.map_err(of_cluster))
+            To::Cluster(socket) => {
+                let (generation, mut cluster) = socket.get(deadline).await?;
+                let answer = timeout_at(answered_by(), cluster.route_command(command.clone(), routing)).await;
+                socket.judge_cluster(generation, answer)
             }
         }
     }
@@ -212,7 +216,7 @@ impl Link {
         node: SingleNodeRoutingInfo,
         deadline: Instant,
     ) -> Result<Vec<Result<Value, Trouble>>, Trouble> {
-        let answered_by = || deadline.min(Instant::now() + self.response_timeout);
+        let answered_by = || deadline.min(Instant::now() + self.patience());
         let commands = pipeline.len();
         let waits = self.add_waiting(&mut pipeline);
         let mut values = match &self.to {
@@ -226,10 +230,10 @@ impl Link {
                 let (mut manager, count) = (manager.clone(), pipeline.len());
                 bounded(timeout_at(answered_by(), manager.send_packed_commands(&pipeline, 0, count)).await)?
             }
-            To::Cluster(cluster) => {
-                let (mut cluster, count) = (cluster.clone(), pipeline.len());
-                let answer = timeout_at(deadline, cluster.route_pipeline(pipeline, 0, count, node)).await;
-                answer.map_or(Err(Trouble::Timeout { sent: true }), |answer| answer.map_err(of_cluster))?
+            To::Cluster(socket) => {
+                let ((generation, mut cluster), count) = (socket.get(deadline).await?, pipeline.len());
+                let answer = timeout_at(answered_by(), cluster.route_pipeline(pipeline, 0, count, node)).await;
+                socket.judge_cluster(generation, answer)?
             }
         };
         let too_few = if waits {
@@ -348,27 +352,66 @@ fn rests_on_a_write(value: &Value) -> bool {
     }
 }
 
-/// Where a socket connects to.
-enum Target {
-    Server(Client),
+/// What a socket connects to.
+trait Target {
+    type Connection: Clone;
+
+    async fn connect(&self) -> Result<Self::Connection, RedisError>;
+}
+
+/// One server.
+struct Server {
+    address: Address,
+    timeouts: AsyncConnectionConfig,
+}
+
+enum Address {
+    Given(Client),
     Sentinel(tokio::sync::Mutex<SentinelClient>),
 }
 
+impl Target for Server {
+    type Connection = MultiplexedConnection;
+
+    async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
+        match &self.address {
+            Address::Given(client) => client.get_multiplexed_async_connection_with_config(&self.timeouts).await,
+            Address::Sentinel(client) => {
+                // Asked anew each time: the sentinels know the master of now.
+                let client = client.lock().await.async_get_client().await?;
+                client.get_multiplexed_async_connection_with_config(&self.timeouts).await
+            }
+        }
+    }
+}
+
+/// A cluster: the driver's connection to it keeps those to the nodes.
+struct Cluster {
+    client: ClusterClient,
+    timeouts: ClusterConfig,
+}
+
+impl Target for Cluster {
+    type Connection = ClusterConnection;
+
+    async fn connect(&self) -> Result<ClusterConnection, RedisError> {
+        self.client.get_async_connection_with_config(self.timeouts.clone()).await
+    }
+}
+
 /// A connection that is made when it is needed, and made anew when it has broken: by one caller for all, with a back-off.
-struct Socket {
-    target: Target,
-    config: AsyncConnectionConfig,
+struct Socket<T: Target> {
+    target: T,
     /// How long one try to connect may take: more than the driver's own bound, for asking sentinels before.
     patience: Duration,
-    current: Mutex<Current>,
+    current: Mutex<Current<T::Connection>>,
     connecting: tokio::sync::Mutex<Connecting>,
 }
 
-#[derive(Default)]
-struct Current {
+struct Current<C> {
     /// Counts connections, so that a late report about an older one does not close the one after it.
     generation: u64,
-    connection: Option<MultiplexedConnection>,
+    connection: Option<C>,
 }
 
 #[derive(Default)]
@@ -380,24 +423,25 @@ struct Connecting {
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
-impl Socket {
-    fn new(target: Target, config: AsyncConnectionConfig, patience: Duration) -> Self {
-        Self { target, config, patience: patience * 2, current: Mutex::default(), connecting: Default::default() }
+impl<T: Target> Socket<T> {
+    fn new(target: T, patience: Duration) -> Self {
+        let current = Current { generation: 0, connection: None };
+        Self { target, patience: patience * 2, current: Mutex::new(current), connecting: Default::default() }
     }
 
-    fn current(&self) -> Option<(u64, MultiplexedConnection)> {
+    fn current(&self) -> Option<(u64, T::Connection)> {
         let current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         current.connection.clone().map(|connection| (current.generation, connection))
     }
 
-    async fn get(&self, deadline: Instant) -> Result<(u64, MultiplexedConnection), Trouble> {
+    async fn get(&self, deadline: Instant) -> Result<(u64, T::Connection), Trouble> {
         if let Some(current) = self.current() {
             return Ok(current);
         }
         timeout_at(deadline, self.connected()).await.unwrap_or(Err(Trouble::Timeout { sent: false }))
     }
 
-    async fn connected(&self) -> Result<(u64, MultiplexedConnection), Trouble> {
+    async fn connected(&self) -> Result<(u64, T::Connection), Trouble> {
         let asked = Instant::now();
         let mut connecting = self.connecting.lock().await;
         if let Some(current) = self.current() {
@@ -411,7 +455,7 @@ impl Socket {
             let pause = (FIRST_PAUSE * 2_u32.saturating_pow(connecting.failures.min(10))).min(LONGEST_PAUSE);
             sleep_until(*at + pause.mul_f64(rand::random_range(0.5..1.0))).await;
         }
-        let connected = timeout(self.patience, self.connect())
+        let connected = timeout(self.patience, self.target.connect())
             .await
             .unwrap_or_else(|_| Err(RedisError::from(std::io::Error::from(std::io::ErrorKind::TimedOut))));
         match connected {
@@ -430,25 +474,14 @@ impl Socket {
         }
     }
 
-    async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
-        match &self.target {
-            Target::Server(client) => client.get_multiplexed_async_connection_with_config(&self.config).await,
-            Target::Sentinel(client) => {
-                // Asked anew each time: the sentinels know the master of now.
-                let client = client.lock().await.async_get_client().await?;
-                client.get_multiplexed_async_connection_with_config(&self.config).await
-            }
-        }
-    }
-
     /// Looks at an answer: a connection that has broken, that does not answer, or that leads to a replica is not used
     /// again. What is under way on it may still be answered.
-    fn judge<T>(
+    fn judge<V>(
         &self,
         generation: u64,
-        answer: Result<Result<T, RedisError>, tokio::time::error::Elapsed>,
-        is_read_only: impl Fn(&T) -> bool,
-    ) -> Result<T, Trouble> {
+        answer: Result<Result<V, RedisError>, tokio::time::error::Elapsed>,
+        is_read_only: impl Fn(&V) -> bool,
+    ) -> Result<V, Trouble> {
         let answer = bounded(answer);
         let broken = match &answer {
             Ok(value) => is_read_only(value),
@@ -456,12 +489,36 @@ impl Socket {
             Err(_) => true,
         };
         if broken {
-            let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
-            if current.generation == generation {
-                current.connection = None;
-            }
+            self.give_up(generation);
         }
         answer
+    }
+
+    /// Lets the next call make a new connection.
+    fn give_up(&self, generation: u64) {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if current.generation == generation {
+            current.connection = None;
+        }
+    }
+}
+
+impl Socket<Cluster> {
+    /// Looks at an answer. The driver mends what breaks by itself, but for one thing: when a slot had moved under load, it was
+    /// seen to wait for ever on its way to the new nodes (`pitfall_42_slots_move_under_load`). What does not answer is
+    /// given up, and made anew.
+    fn judge_cluster<V>(
+        &self,
+        generation: u64,
+        answer: Result<Result<V, RedisError>, tokio::time::error::Elapsed>,
+    ) -> Result<V, Trouble> {
+        match answer {
+            Ok(answer) => answer.map_err(of_cluster),
+            Err(_) => {
+                self.give_up(generation);
+                Err(Trouble::Timeout { sent: true })
+            }
+        }
     }
 }
 

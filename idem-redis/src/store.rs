@@ -44,7 +44,7 @@ impl RedisStore {
         if config.acknowledge.waits() && config.acknowledge.timeout >= config.response_timeout {
             return Err(own_error(RedisStoreError::AcknowledgeTimeout, Operation::Setup));
         }
-        let link = Link::new(connection.into(), &config).await.map_err(setup_error)?;
+        let link = Link::new(connection.into(), &config).map_err(setup_error)?;
         let store = Self { calls: Calls::new(link, &config), config };
         check::judge(&store.check_server().await?, &store.config)?;
         check::check_rights(&store.calls).await?;

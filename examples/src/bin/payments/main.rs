@@ -31,6 +31,7 @@ use clap::Parser;
 use idem_core::executor::Executor;
 use idem_core::{KeyStore, MemoryStore};
 use idem_postgres::{Config, Maintenance, PostgresStore};
+use idem_redis::RedisStore;
 use tokio::net::TcpListener;
 
 use crate::ledger::Ledger;
@@ -45,7 +46,7 @@ struct Arguments {
     /// Where to listen; port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:8080")]
     listen: SocketAddr,
-    /// Where the idempotency keys are kept: memory, or a URL: postgres://user@host/database.
+    /// Where the idempotency keys are kept: memory, or a URL: postgres://user@host/database, redis://host.
     #[arg(long, default_value = "memory")]
     store: String,
     /// Keep charges and balances in the database of the keys, and commit all three together. Needs a postgres store.
@@ -106,8 +107,12 @@ impl Store {
             let maintenance = store.spawn_maintenance();
             return Ok(Self { keys: store.clone(), postgres: Some(store), _maintenance: Some(maintenance) });
         }
+        if ["redis://", "rediss://", "valkey://"].iter().any(|scheme| name.starts_with(scheme)) {
+            let store = RedisStore::connect(name, idem_redis::Config::default()).await?;
+            return Ok(Self { keys: Arc::new(store), _maintenance: None });
+        }
         // Not the name itself: it may hold a password.
-        Err("there is no such store: say memory, or postgres://…".into())
+        Err("there is no such store: say memory, postgres://…, or redis://…".into())
     }
 
     /// In words, without a password.
