@@ -74,7 +74,7 @@ impl RedisStore {
     }
 
     /// A store on the master of that name, as these sentinels tell it. For a master with a password or TLS, build a
-    /// [`SentinelClient`] and [`open`](Self::open) it.
+    /// [`SentinelClient`](redis::sentinel::SentinelClient) and [`open`](Self::open) it.
     ///
     /// # Errors
     /// As [`open`](Self::open), and for URLs that are none.

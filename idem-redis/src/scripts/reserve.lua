@@ -15,8 +15,9 @@ local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2] + (ARGV[4] or 0)
 
 if not old then
+  -- An error is told with its code in front: version 6 puts the place in the script before it.
   local set = redis.pcall('SET', key, '\209' .. struct.pack('>d', now) .. fresh, 'PX', ARGV[2])
-  if set.err then return set end
+  if set.err then return {err = string.match(set.err, '^@user_script: %d+: %-(.*)') or set.err} end
   return 1
 end
 
@@ -76,6 +77,6 @@ else
     .. string.sub(fresh, 45, 60) .. string.char(origin + flags % 2) .. print .. before .. 'P'
 end
 local set = redis.pcall('SET', key, new, 'PX', ARGV[2])
-if set.err then return set end
+if set.err then return {err = string.match(set.err, '^@user_script: %d+: %-(.*)') or set.err} end
 if origin == 0 then return 1 end
 return {2, now, new}

@@ -52,7 +52,10 @@ for try = 1, 2 do
   if new then
     local set = keep and redis.pcall('SET', key, new, 'KEEPTTL') or redis.pcall('SET', key, new, 'PX', ARGV[3])
     if not set.err then return 1 end
-    if try == 2 or not string.find(set.err, 'OOM', 1, true) then return set end
+    if try == 2 or not string.find(set.err, 'OOM', 1, true) then
+      -- With its code in front: version 6 puts the place in the script before it.
+      return {err = string.match(set.err, '^@user_script: %d+: %-(.*)') or set.err}
+    end
   elseif try == 2 or not ARGV[5] or ARGV[5] == '' then
     return 1
   end
