@@ -109,7 +109,7 @@ impl Store {
         }
         if ["redis://", "rediss://", "valkey://"].iter().any(|scheme| name.starts_with(scheme)) {
             let store = RedisStore::connect(name, idem_redis::Config::default()).await?;
-            return Ok(Self { keys: Arc::new(store), _maintenance: None });
+            return Ok(Self { keys: Arc::new(store), postgres: None, _maintenance: None });
         }
         // Not the name itself: it may hold a password.
         Err("there is no such store: say memory, postgres://…, or redis://…".into())
