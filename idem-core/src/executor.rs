@@ -77,10 +77,12 @@ mod encode;
 mod error;
 mod judge;
 mod keeper;
+mod outcomes;
 mod reconcile;
 mod run;
 #[cfg(test)]
 mod tests;
+mod typed;
 mod waiters;
 
 use std::fmt::{self, Display};
@@ -95,6 +97,7 @@ use tokio::time::{Instant, timeout};
 pub use attempt::Attempt;
 pub use config::{ExecutorBuilder, OnError, OnPanic, Recovery, Waiting};
 pub use error::{Executed, RunError};
+pub use outcomes::{Ending, Run, Settlement};
 pub use reconcile::{Reconcile, Reconciliation};
 
 use crate::fingerprint::Fingerprint;
@@ -103,9 +106,11 @@ use crate::request::Reserve;
 use crate::store::KeyStore;
 use backoff::Backoff;
 use detach::{Running, detached};
-use judge::{AlwaysFree, ByPolicy, Judge};
+use judge::Judge;
 use keeper::Keeper;
+use outcomes::AsItSays;
 use run::{Busy, Call, Step};
+use typed::{AlwaysFree, ByPolicy, Typed};
 use waiters::Waiter;
 
 /// The first and the longest pause between two looks at a key that is waited for.
@@ -127,7 +132,7 @@ struct Inner {
     on_panic: OnPanic,
     waiting: Waiting,
     outcome_limit: usize,
-    running: Running,
+    running: Arc<Running>,
 }
 
 impl Executor {
@@ -143,7 +148,7 @@ impl Executor {
     }
 
     fn from_settings(settings: ExecutorBuilder) -> Self {
-        let ExecutorBuilder { store, lease, retention, recovery, on_panic, waiting } = settings;
+        let ExecutorBuilder { store, lease, retention, recovery, on_panic, waiting, running } = settings;
         Self(Arc::new(Inner {
             keeper: Arc::new(Keeper::new(Arc::clone(&store), lease)),
             outcome_limit: store.capabilities().max_outcome_bytes,
@@ -153,7 +158,7 @@ impl Executor {
             recovery,
             on_panic,
             waiting,
-            running: Running::default(),
+            running,
         }))
     }
 
@@ -189,7 +194,7 @@ impl Executor {
         T: Serialize + DeserializeOwned + Send + 'static,
         E: Display + Send + 'static,
     {
-        self.drive(key, fingerprint.into(), AlwaysFree, operation).await
+        self.drive(key, fingerprint.into(), Typed(AlwaysFree), operation).await.typed::<AlwaysFree>()
     }
 
     /// As [`run`](Self::run), with a policy that says which errors of the operation are final. A final error is stored
@@ -249,7 +254,88 @@ impl Executor {
         T: Serialize + DeserializeOwned + Send + 'static,
         E: Display + Serialize + DeserializeOwned + Send + 'static,
     {
-        self.drive(key, fingerprint.into(), ByPolicy(on_error), operation).await
+        self.drive(key, fingerprint.into(), Typed(ByPolicy(on_error)), operation).await.typed::<ByPolicy<P>>()
+    }
+
+    /// As [`run`](Self::run), for an operation that makes its own [`Outcome`](crate::Outcome) and says whether it is final:
+    /// for layers over a protocol, whose results are no JSON. Repeats get the outcome as it is.
+    ///
+    /// An outcome that is larger than [`outcome_limit`](Self::outcome_limit) is stored as withheld.
+    ///
+    /// ```
+    /// use idem_core::executor::{Ending, Executor, Run};
+    /// use idem_core::{Key, MemoryStore, Outcome};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let executor = Executor::new(MemoryStore::new());
+    /// let key = Key::new("tenant-7", "order-42")?;
+    /// let operation = |_| async { Ending::complete("for this caller", Outcome::new(201, "for all repeats")) };
+    /// let first = executor.run_outcome(&key, None, operation).await;
+    /// assert!(matches!(first, Run::Ended { value: "for this caller", completed: true, recorded: Ok(()), .. }));
+    /// let again = executor.run_outcome(&key, None, operation).await;
+    /// let Run::Stored { outcome, replayed: true, .. } = again else { panic!("{again:?}") };
+    /// assert_eq!(outcome, Outcome::new(201, "for all repeats"));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// There are none: every case of [`Run`] is an answer to give.
+    ///
+    /// # Cancellation
+    /// As [`run`](Self::run).
+    pub async fn run_outcome<V, F, Fut>(
+        &self,
+        key: &Key,
+        fingerprint: impl Into<Option<Fingerprint>>,
+        operation: F,
+    ) -> Run<V>
+    where
+        F: FnOnce(Attempt) -> Fut + Send + 'static,
+        Fut: Future<Output = Ending<V>> + Send + 'static,
+        V: Send + 'static,
+    {
+        self.drive(key, fingerprint.into(), AsItSays, operation).await
+    }
+
+    /// The settings of this executor, to change some, for another one over the same store. The new one counts its attempts
+    /// with this one's: [`running`](Self::running) and [`drain`](Self::drain) of either are about both.
+    pub fn sibling(&self) -> ExecutorBuilder {
+        let Inner { store, lease, retention, recovery, on_panic, waiting, running, .. } = &*self.0;
+        ExecutorBuilder {
+            store: Arc::clone(store),
+            lease: *lease,
+            retention: *retention,
+            recovery: recovery.clone(),
+            on_panic: *on_panic,
+            waiting: *waiting,
+            running: Arc::clone(running),
+        }
+    }
+
+    /// How long a holder that died blocks its key.
+    #[must_use]
+    pub fn lease(&self) -> Duration {
+        self.0.lease
+    }
+
+    /// How long results are kept.
+    #[must_use]
+    pub fn retention(&self) -> Duration {
+        self.0.retention
+    }
+
+    /// The largest [`Outcome::size`](crate::Outcome::size) that is stored whole.
+    #[must_use]
+    pub fn outcome_limit(&self) -> usize {
+        self.0.outcome_limit
+    }
+
+    /// The store of the keys.
+    #[must_use]
+    pub fn store(&self) -> &Arc<dyn KeyStore> {
+        &self.0.store
     }
 
     /// How many attempts run now, detached ones among them.
@@ -264,21 +350,21 @@ impl Executor {
         self.0.running.drained().await;
     }
 
-    async fn drive<T, E, F, Fut, J>(
+    async fn drive<R, V, F, Fut, J>(
         &self,
         key: &Key,
         fingerprint: Option<Fingerprint>,
         judge: J,
         operation: F,
-    ) -> Result<Executed<T>, RunError<T, E>>
+    ) -> Run<V>
     where
         F: FnOnce(Attempt) -> Fut + Send + 'static,
-        Fut: Future<Output = Result<T, E>> + Send + 'static,
-        T: Serialize + DeserializeOwned + Send + 'static,
-        E: Display + Send + 'static,
-        J: Judge<E>,
+        Fut: Future<Output = R> + Send + 'static,
+        R: Send + 'static,
+        V: Send + 'static,
+        J: Judge<R, V>,
     {
-        let Ok(runtime) = Handle::try_current() else { return Err(RunError::NoRuntime) };
+        let Ok(runtime) = Handle::try_current() else { return Run::NoRuntime };
         let until = match self.0.waiting {
             Waiting::Refuse => None,
             Waiting::UpTo(most) => Some(Instant::now() + most.min(LONGEST_WAIT)),
@@ -292,7 +378,7 @@ impl Executor {
             Step::Done(result) => return result,
             Step::Busy(busy) => busy,
         };
-        let Some(until) = until else { return Err(busy.refuse()) };
+        let Some(until) = until else { return busy.refuse() };
         let mut looks = Backoff::new(FIRST_LOOK, LONGEST_LOOK);
         let waiter = Waiter::new(key);
         loop {
@@ -304,29 +390,29 @@ impl Executor {
             };
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(busy.refuse());
+                return busy.refuse();
             }
             // Woken or not, look again.
             drop(timeout(looks.pause().min(busy.retry_after).min(left), woken).await);
         }
     }
 
-    async fn step<T, E, F, Fut, J>(&self, runtime: &Handle, call: Call<F, J>) -> Step<T, E, F, J>
+    async fn step<R, V, F, Fut, J>(&self, runtime: &Handle, call: Call<F, J>) -> Step<V, F, J>
     where
         F: FnOnce(Attempt) -> Fut + Send + 'static,
-        Fut: Future<Output = Result<T, E>> + Send + 'static,
-        T: Serialize + DeserializeOwned + Send + 'static,
-        E: Display + Send + 'static,
-        J: Judge<E>,
+        Fut: Future<Output = R> + Send + 'static,
+        R: Send + 'static,
+        V: Send + 'static,
+        J: Judge<R, V>,
     {
         let attempt = Arc::clone(&self.0).attempt(runtime.clone(), call);
-        detached(attempt, runtime).await.unwrap_or_else(|cancelled| Step::Done(Err(RunError::Interrupted(cancelled))))
+        detached(attempt, runtime).await.unwrap_or_else(|cancelled| Step::Done(Run::Interrupted(cancelled)))
     }
 }
 
 impl<F, J> Busy<F, J> {
-    fn refuse<T, E>(self) -> RunError<T, E> {
-        RunError::InProgress { attempt: self.attempt, retry_after: self.retry_after }
+    fn refuse<V>(self) -> Run<V> {
+        Run::InProgress { attempt: self.attempt, retry_after: self.retry_after }
     }
 }
 

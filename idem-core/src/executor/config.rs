@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::Executor;
+use super::detach::Running;
 use super::reconcile::Reconcile;
 use crate::limits::{DEFAULT_LEASE, DEFAULT_RETENTION, InvalidInput};
 use crate::request::Reserve;
@@ -101,6 +102,7 @@ pub struct ExecutorBuilder {
     pub(super) recovery: Recovery,
     pub(super) on_panic: OnPanic,
     pub(super) waiting: Waiting,
+    pub(super) running: Arc<Running>,
 }
 
 impl ExecutorBuilder {
@@ -113,6 +115,7 @@ impl ExecutorBuilder {
             recovery: Recovery::default(),
             on_panic: OnPanic::default(),
             waiting: Waiting::default(),
+            running: Arc::default(),
         }
     }
 

@@ -78,7 +78,7 @@ fn message(payload: &(dyn Any + Send)) -> Box<str> {
 }
 
 /// How many attempts run.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Running {
     count: AtomicUsize,
     none: Notify,

@@ -1,57 +1,22 @@
-//! Which errors are final, and how they are stored: what tells `run` from `run_with`.
+//! What the end of an operation means for the store.
 
-use std::fmt::Display;
+use super::outcomes::Settlement;
+use crate::outcome::Outcome;
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+/// Judges what an operation ended in, an `R`, of which a `V` goes to the caller.
+///
+/// `V` is no associated type: with `Send` asked of such a one, the compiler refuses callers' futures that hold borrowed
+/// errors, such as `&'static str`.
+pub(super) trait Judge<R, V>: Send + 'static {
+    /// Divides it between the caller and the store. May be foreign code, and panic.
+    fn settle(&self, ended: R, limit: usize) -> (V, Settlement);
 
-use super::config::OnError;
-use super::encode;
-use crate::outcome::{Failure, Outcome};
+    /// Whether it says the same as the outcome with which the operation has completed its lease itself.
+    fn agrees(ended: &R, outcome: &Outcome) -> bool;
 
-/// How an attempt ends.
-pub(super) enum Settlement {
-    Complete(Outcome),
-    Fail(Failure),
-}
+    /// What goes to the caller where nothing goes to the store.
+    fn value(ended: R) -> V;
 
-/// The caller's policy for errors of the operation.
-pub(super) trait Judge<E>: Send + 'static {
-    fn judge(&self, error: &E, limit: usize) -> Settlement;
-
-    /// A stored final error.
-    fn read(body: &[u8]) -> Result<E, serde_json::Error>;
-}
-
-/// Every error frees the key.
-pub(super) struct AlwaysFree;
-
-impl<E: Display> Judge<E> for AlwaysFree {
-    fn judge(&self, error: &E, _limit: usize) -> Settlement {
-        Settlement::Fail(Failure::truncated(&error.to_string()))
-    }
-
-    fn read(_body: &[u8]) -> Result<E, serde_json::Error> {
-        Err(encode::unreadable("a final error is stored, and only `run_with` reads it"))
-    }
-}
-
-/// The caller says.
-pub(super) struct ByPolicy<P>(pub(super) P);
-
-impl<E, P> Judge<E> for ByPolicy<P>
-where
-    E: Display + Serialize + DeserializeOwned,
-    P: Fn(&E) -> OnError + Send + 'static,
-{
-    fn judge(&self, error: &E, limit: usize) -> Settlement {
-        match self.0(error) {
-            OnError::Free => AlwaysFree.judge(error, limit),
-            OnError::Final => Settlement::Complete(encode::error(error, limit)),
-        }
-    }
-
-    fn read(body: &[u8]) -> Result<E, serde_json::Error> {
-        encode::decode(body)
-    }
+    /// Whether the caller gets in its place another outcome that turns out to be stored of this attempt.
+    fn gives_way(value: &V) -> bool;
 }

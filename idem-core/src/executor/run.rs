@@ -1,11 +1,8 @@
 //! One attempt, from reserve to complete or fail.
 
-use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep, timeout_at};
 use tracing::{debug, warn};
@@ -14,15 +11,14 @@ use super::attempt::{Attempt, Held};
 use super::backoff::Backoff;
 use super::config::{OnPanic, Recovery};
 use super::detach::guarded;
-use super::encode;
-use super::error::{Executed, RunError};
-use super::judge::{Judge, Settlement};
+use super::judge::Judge;
+use super::outcomes::{Run, Settlement};
 use super::reconcile::{Reconcile, Reconciliation};
 use super::{Inner, detach};
 use crate::error::{ErrorClass, ErrorKind, Operation, StoreError};
 use crate::limits::InvalidInput;
 use crate::outcome::{Body, Failure, Outcome, Withheld};
-use crate::record::Record;
+use crate::record::State;
 use crate::request::{Lease, Origin, Reservation, Reserve};
 use crate::token::Token;
 
@@ -51,24 +47,24 @@ pub(super) struct Busy<F, J> {
     pub(super) retry_after: Duration,
 }
 
-pub(super) enum Step<T, E, F, J> {
-    Done(Result<Executed<T>, RunError<T, E>>),
+pub(super) enum Step<V, F, J> {
+    Done(Run<V>),
     Busy(Busy<F, J>),
 }
 
 impl Inner {
     #[expect(clippy::manual_async_fn, reason = "an async fn holds its arguments twice: this goes to the heap")]
-    pub(super) fn attempt<T, E, F, Fut, J>(
+    pub(super) fn attempt<R, V, F, Fut, J>(
         self: Arc<Self>,
         runtime: Handle,
         mut call: Call<F, J>,
-    ) -> impl Future<Output = Step<T, E, F, J>> + Send + 'static
+    ) -> impl Future<Output = Step<V, F, J>> + Send + 'static
     where
         F: FnOnce(Attempt) -> Fut + Send + 'static,
-        Fut: Future<Output = Result<T, E>> + Send + 'static,
-        T: Serialize + DeserializeOwned + Send + 'static,
-        E: Display + Send + 'static,
-        J: Judge<E>,
+        Fut: Future<Output = R> + Send + 'static,
+        R: Send + 'static,
+        V: Send + 'static,
+        J: Judge<R, V>,
     {
         async move {
             let _running = self.running.enter();
@@ -80,12 +76,16 @@ impl Inner {
                 Ok((Reservation::InProgress { attempt, retry_after }, _)) => {
                     return Step::Busy(Busy { call, attempt, retry_after });
                 }
-                Ok((Reservation::Completed(record), _)) => return Step::Done(replay_record::<T, E, J>(&record)),
-                Ok((Reservation::Abandoned(record), _)) => {
-                    return Step::Done(Err(RunError::Abandoned(Box::new(record))));
+                Ok((Reservation::Completed(record), _)) => {
+                    let attempt = record.attempt;
+                    return Step::Done(match record.state {
+                        State::Completed(outcome) => Run::Stored { outcome, attempt, replayed: true },
+                        State::InProgress | State::Failed(_) => Run::Store(self.no_outcome()),
+                    });
                 }
-                Ok((Reservation::Mismatch, _)) => return Step::Done(Err(RunError::Mismatch)),
-                Err(error) => return Step::Done(Err(RunError::Store(error))),
+                Ok((Reservation::Abandoned(record), _)) => return Step::Done(Run::Abandoned(Box::new(record))),
+                Ok((Reservation::Mismatch, _)) => return Step::Done(Run::Mismatch),
+                Err(error) => return Step::Done(Run::Unreserved(error)),
             };
             let Call { operation, judge, .. } = call;
             Step::Done(self.hold(&held, &runtime, operation, judge).await)
@@ -134,21 +134,17 @@ impl Inner {
         }
     }
 
-    async fn hold<T, E, F, Fut, J>(
-        &self,
-        held: &Arc<Held>,
-        runtime: &Handle,
-        operation: F,
-        judge: J,
-    ) -> Result<Executed<T>, RunError<T, E>>
+    async fn hold<R, V, F, Fut, J>(&self, held: &Arc<Held>, runtime: &Handle, operation: F, judge: J) -> Run<V>
     where
         F: FnOnce(Attempt) -> Fut + Send + 'static,
-        Fut: Future<Output = Result<T, E>> + Send + 'static,
-        T: Serialize + DeserializeOwned + Send + 'static,
-        E: Display + Send + 'static,
-        J: Judge<E>,
+        Fut: Future<Output = R> + Send + 'static,
+        R: Send + 'static,
+        V: Send + 'static,
+        J: Judge<R, V>,
     {
-        self.ensure_time(held).await.map_err(RunError::Store)?;
+        if let Err(error) = self.ensure_time(held).await {
+            return Run::Store(error);
+        }
         // Before the operation's first poll, which may block its thread for longer than the lease.
         let mut kept = self.keeper.keep(held, runtime);
         let attempt = held.lease.attempt;
@@ -157,47 +153,43 @@ impl Inner {
             warn!(scope, attempt, previous = previous.attempt, "an abandoned attempt was taken over");
             if let Recovery::Reconcile(hook) = &self.recovery {
                 match ask(&**hook, &held.lease).await {
-                    Reconciliation::NotExecuted => self.ensure_time(held).await.map_err(RunError::Store)?,
+                    Reconciliation::NotExecuted => {
+                        if let Err(error) = self.ensure_time(held).await {
+                            return Run::Store(error);
+                        }
+                    }
                     Reconciliation::Executed(outcome) => {
                         kept.release();
-                        let settled = self.settle(held, Settlement::Complete(outcome.clone())).await;
-                        return settled
-                            .map_err(RunError::Store)
-                            .and_then(|()| stored_result::<T, E, J>(attempt, &outcome, true));
+                        return match self.settle(held, Settlement::Complete(outcome.clone()), false).await {
+                            Ok(()) => Run::Stored { outcome, attempt, replayed: true },
+                            Err(error) => Run::Store(error),
+                        };
                     }
                     // Not failed: that would say that nothing has happened, and the next attempt would not ask.
-                    Reconciliation::Unknown => return Err(RunError::OutcomeUnknown { attempt }),
+                    Reconciliation::Unknown => return Run::OutcomeUnknown { attempt },
                 }
             }
         }
         let ended = guarded(|| operation(Attempt::new(Arc::clone(held)))).await;
         kept.release();
         if let Some(outcome) = held.completed() {
-            return completed_by_operation::<T, E, J>(held, outcome, ended);
+            return completed_by_operation::<R, V, J>(held, outcome, ended);
         }
-        let (error, settlement) = match ended {
-            Ok(Ok(value)) => {
-                let outcome = encode::success(&value, self.outcome_limit);
-                return match self.settle(held, Settlement::Complete(outcome)).await {
-                    Ok(()) => Ok(Executed { value, attempt, replayed: false }),
-                    Err(source) => Err(RunError::Unrecorded { result: Ok(value), attempt, source }),
-                };
-            }
-            Ok(Err(error)) => match detach::caught(|| judge.judge(&error, self.outcome_limit)) {
-                Ok(settlement) => (error, settlement),
-                Err(message) => return self.panicked::<T, E, J>(held, message).await,
-            },
-            Err(message) => return self.panicked::<T, E, J>(held, message).await,
+        let judged = ended.and_then(|ended| detach::caught(|| judge.settle(ended, self.outcome_limit)));
+        let (value, settlement) = match judged {
+            Ok(judged) => judged,
+            Err(message) => return self.panicked(held, message).await,
         };
-        let is_final = matches!(settlement, Settlement::Complete(_));
-        let source = match self.settle(held, settlement).await {
-            Ok(()) => return Err(RunError::Failed { error, attempt, is_final, replayed: false }),
-            Err(source) => source,
-        };
-        match self.already_completed(held, &source).await {
-            Some(outcome) => stored_result::<T, E, J>(attempt, &outcome, false),
-            None => Err(RunError::Unrecorded { result: Err(error), attempt, source }),
+        let completed = matches!(settlement, Settlement::Complete(_));
+        let gives_way = J::gives_way(&value);
+        let recorded = self.settle(held, settlement, gives_way).await;
+        if gives_way
+            && let Err(refusal) = &recorded
+            && let Some(outcome) = self.already_completed(held, refusal).await
+        {
+            return Run::Stored { outcome, attempt, replayed: false };
         }
+        Run::Ended { value, attempt, completed, recorded }
     }
 
     /// Before the operation: a lease whose reserve was long on its way is renewed first, or it would end too soon for
@@ -206,23 +198,19 @@ impl Inner {
         if held.lasts_until(Instant::now() + self.lease / 2) { Ok(()) } else { self.keeper.renew(held).await }
     }
 
-    async fn panicked<T: DeserializeOwned, E, J: Judge<E>>(
-        &self,
-        held: &Held,
-        message: Box<str>,
-    ) -> Result<Executed<T>, RunError<T, E>> {
+    async fn panicked<V>(&self, held: &Held, message: Box<str>) -> Run<V> {
         let attempt = held.lease.attempt;
         warn!(scope = held.lease.key.scope(), attempt, policy = ?self.on_panic, "an operation panicked");
         if self.on_panic == OnPanic::Free {
             let note = Failure::truncated(&format!("panicked: {message}"));
             // Where that fails it has been told, and the key is free at the lease's end.
-            if let Err(error) = self.settle(held, Settlement::Fail(note)).await
+            if let Err(error) = self.settle(held, Settlement::Fail(note), true).await
                 && let Some(outcome) = self.already_completed(held, &error).await
             {
-                return stored_result::<T, E, J>(attempt, &outcome, false);
+                return Run::Stored { outcome, attempt, replayed: false };
             }
         }
-        Err(RunError::Panicked { message, attempt })
+        Run::Panicked { message, attempt }
     }
 
     /// What is stored of an attempt that could not be failed because it is completed: by a transaction of its operation
@@ -250,7 +238,9 @@ impl Inner {
 
     /// Completes or fails, again and again with the same token while the store fails, until the lease's end: from then
     /// on another attempt may hold the key. The lease is renewed no more, so this is bounded.
-    async fn settle(&self, held: &Held, mut settlement: Settlement) -> Result<(), StoreError> {
+    ///
+    /// The caller looks into a refusal because it is completed already, where it says so: that is no news then.
+    async fn settle(&self, held: &Held, mut settlement: Settlement, looked_into: bool) -> Result<(), StoreError> {
         let lease = &held.lease;
         // Also a lease that is over may still be ours, and the store tells.
         let mut now = Instant::now();
@@ -279,10 +269,7 @@ impl Inner {
             }
             let (scope, attempt, pause) = (lease.key.scope(), lease.attempt, backoff.pause());
             if error.class() == ErrorClass::Permanent || Instant::now() + pause >= until {
-                // A failure of what is completed already is looked into.
-                let is_success =
-                    matches!(&settlement, Settlement::Complete(outcome) if outcome.code == encode::SUCCESS);
-                if is_success || error.kind() != ErrorKind::AlreadyCompleted {
+                if !looked_into || error.kind() != ErrorKind::AlreadyCompleted {
                     warn!(scope, attempt, %error, "the end of an operation that was run could not be stored");
                 }
                 return Err(error);
@@ -301,6 +288,12 @@ impl Inner {
     fn no_answer(&self, operation: Operation) -> StoreError {
         StoreError::new(ErrorKind::Timeout, self.store.to_string(), operation)
     }
+
+    /// The store breaks its contract.
+    fn no_outcome(&self) -> StoreError {
+        StoreError::new(ErrorKind::Unreadable, self.store.to_string(), Operation::Reserve)
+            .with_context("a completed record without an outcome")
+    }
 }
 
 /// What became of the attempts before; whoever panics does not know.
@@ -312,52 +305,16 @@ async fn ask(hook: &dyn Reconcile, lease: &Lease) -> Reconciliation {
 }
 
 /// An operation that has completed its lease by itself: that stands, whatever came after.
-fn completed_by_operation<T: DeserializeOwned, E, J: Judge<E>>(
-    held: &Held,
-    outcome: &Outcome,
-    ended: Result<Result<T, E>, Box<str>>,
-) -> Result<Executed<T>, RunError<T, E>> {
+fn completed_by_operation<R, V, J: Judge<R, V>>(held: &Held, outcome: &Outcome, ended: Result<R, Box<str>>) -> Run<V> {
     let attempt = held.lease.attempt;
-    match (outcome.code, ended) {
-        (encode::SUCCESS, Ok(Ok(value))) => Ok(Executed { value, attempt, replayed: false }),
-        (encode::ERROR, Ok(Err(error))) => Err(RunError::Failed { error, attempt, is_final: true, replayed: false }),
+    match ended {
+        Ok(ended) if J::agrees(&ended, outcome) => {
+            Run::Ended { value: J::value(ended), attempt, completed: true, recorded: Ok(()) }
+        }
         _ => {
             let scope = held.lease.key.scope();
             warn!(scope, attempt, "an operation completed its attempt, and then ended in another way");
-            stored_result::<T, E, J>(attempt, outcome, false)
+            Run::Stored { outcome: outcome.clone(), attempt, replayed: false }
         }
-    }
-}
-
-/// A completed record as what the operation returned.
-fn replay_record<T: DeserializeOwned, E, J: Judge<E>>(record: &Record) -> Result<Executed<T>, RunError<T, E>> {
-    match record.outcome() {
-        Some(outcome) => stored_result::<T, E, J>(record.attempt, outcome, true),
-        None => Err(RunError::Undecodable(encode::unreadable("the store says completed, but gives no outcome"))),
-    }
-}
-
-/// A stored outcome as what the operation returned.
-fn stored_result<T: DeserializeOwned, E, J: Judge<E>>(
-    attempt: u32,
-    outcome: &Outcome,
-    replayed: bool,
-) -> Result<Executed<T>, RunError<T, E>> {
-    let body = match &outcome.body {
-        Body::Stored(body) => body,
-        Body::Withheld(reason) => {
-            return Err(RunError::Withheld { attempt, code: outcome.code, reason: *reason });
-        }
-    };
-    match outcome.code {
-        encode::SUCCESS => match encode::decode(body) {
-            Ok(value) => Ok(Executed { value, attempt, replayed }),
-            Err(error) => Err(RunError::Undecodable(error)),
-        },
-        encode::ERROR => Err(match J::read(body) {
-            Ok(error) => RunError::Failed { error, attempt, is_final: true, replayed },
-            Err(error) => RunError::Undecodable(error),
-        }),
-        _ => Err(RunError::Undecodable(encode::unreadable("the outcome's code is neither 0 nor 1"))),
     }
 }

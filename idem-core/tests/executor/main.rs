@@ -4,6 +4,7 @@
 
 mod basics;
 mod leases;
+mod outcomes;
 mod own_completion;
 mod policies;
 mod results;
