@@ -5,7 +5,7 @@ use std::future::{Ready, ready};
 use std::task::{Context, Poll};
 
 use bytes::Bytes;
-use http::header::{ALLOW, CONTENT_TYPE};
+use http::header::{ALLOW, CONTENT_LENGTH, CONTENT_TYPE};
 use http::{HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use idem_core::limits::MAX_KEY_ID_BYTES;
@@ -102,13 +102,21 @@ impl<B> Service<Request<B>> for PublishedPolicy {
     }
 
     fn call(&mut self, request: Request<B>) -> Self::Future {
-        let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
-        let mut response = Response::new(Full::new(if is_read { self.to_json() } else { Bytes::new() }));
-        if is_read {
-            response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        let json = self.to_json();
+        let length = HeaderValue::from(json.len());
+        let (status, body) = match *request.method() {
+            Method::GET => (StatusCode::OK, json),
+            Method::HEAD => (StatusCode::OK, Bytes::new()),
+            _ => (StatusCode::METHOD_NOT_ALLOWED, Bytes::new()),
+        };
+        let mut response = Response::new(Full::new(body));
+        *response.status_mut() = status;
+        let headers = response.headers_mut();
+        if status == StatusCode::OK {
+            headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+            headers.insert(CONTENT_LENGTH, length);
         } else {
-            *response.status_mut() = StatusCode::METHOD_NOT_ALLOWED;
-            response.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            headers.insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
         }
         ready(Ok(response))
     }
