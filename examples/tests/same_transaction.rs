@@ -213,9 +213,10 @@ impl Api {
 
     /// Sends a request, whoever waits for its answer. `None` when there is none.
     fn send(&self, account: &str, key: &str, amount: u32, card: &str) -> JoinHandle<Option<Answer>> {
+        let path = if card == "account" { "charges-on-account" } else { "charges" };
         let request = self
             .client
-            .post(format!("{}/charges", self.base))
+            .post(format!("{}/{path}", self.base))
             .bearer_auth(account)
             .header("idempotency-key", key)
             .json(&json!({ "amount": amount, "card": card }));

@@ -25,6 +25,8 @@ pub enum Decision {
     },
     /// The layer answered by itself; the handler did not run, or nothing is known of it.
     Refused(Reason),
+    /// The [check](crate::IdempotencyLayer::with_check) of requests has refused it; nothing was reserved.
+    Rejected,
     /// The store was down, and the handler ran without protection.
     Unprotected,
 }
@@ -55,6 +57,7 @@ impl Decision {
             Self::Ran { recorded: Recorded::Whole, .. } => "fresh",
             Self::Replayed { .. } => "replayed",
             Self::Refused(reason) => reason.as_str(),
+            Self::Rejected => "rejected",
             Self::Unprotected => "unprotected",
         }
     }

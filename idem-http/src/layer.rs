@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::InvalidHeaderValue;
+use http::request::Parts;
 use http::{HeaderName, HeaderValue, Method, Response, StatusCode};
 use idem_core::executor::Executor;
 use tokio::time::timeout;
@@ -107,6 +108,26 @@ impl IdempotencyLayer {
     /// one is refused by [`BodyTooLarge`](Reason::BodyTooLarge). Default: 2 MiB.
     pub fn with_body_limit(self, bytes: usize) -> Self {
         self.with(|settings| settings.body_limit = bytes)
+    }
+
+    /// Looks at a request, whole, before anything is reserved, and refuses it by a response. What is refused here does not use
+    /// the key up, so that a corrected request may come under the same key. A request that the handler refuses fixes what
+    /// the key is for, also where its response is not kept.
+    ///
+    /// ```
+    /// # use bytes::Bytes;
+    /// # use idem_core::{Executor, MemoryStore};
+    /// # use idem_http::{IdempotencyLayer, SingleTenant};
+    /// # let layer = IdempotencyLayer::new(Executor::new(MemoryStore::new()), SingleTenant);
+    /// let layer = layer.with_check(|_, body| {
+    ///     let error = serde_json::from_slice::<serde_json::Value>(body).err()?;
+    ///     let mut response = http::Response::new(Bytes::from(error.to_string()));
+    ///     *response.status_mut() = http::StatusCode::UNPROCESSABLE_ENTITY;
+    ///     Some(response)
+    /// });
+    /// ```
+    pub fn with_check(self, check: impl Fn(&Parts, &Bytes) -> Option<Response<Bytes>> + Send + Sync + 'static) -> Self {
+        self.with(|settings| settings.check = Some(Arc::new(check)))
     }
 
     /// Which responses are kept. Default: [`Finality::Answers`].

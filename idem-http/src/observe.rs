@@ -102,7 +102,7 @@ impl Watch {
 fn attempt(decision: Decision) -> Option<u32> {
     match decision {
         Decision::Ran { attempt, .. } | Decision::Replayed { attempt } => Some(attempt),
-        Decision::Refused(_) | Decision::Unprotected => None,
+        Decision::Refused(_) | Decision::Rejected | Decision::Unprotected => None,
     }
 }
 
@@ -120,7 +120,7 @@ fn level(decision: Decision) -> Level {
             | Reason::Interrupted,
         ) => Level::WARN,
         Decision::Refused(Reason::Mismatch | Reason::Withheld) => Level::INFO,
-        Decision::Ran { .. } | Decision::Replayed { .. } | Decision::Refused(_) => Level::DEBUG,
+        Decision::Ran { .. } | Decision::Replayed { .. } | Decision::Rejected | Decision::Refused(_) => Level::DEBUG,
     }
 }
 

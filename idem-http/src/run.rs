@@ -76,6 +76,11 @@ where
         Err(Cut::TooLarge) => return refuse(Refusal::too_large(settings.body_limit)),
         Err(Cut::Broken) => return refuse(Reason::BodyUnreadable.into()),
     };
+    if let Some(check) = &settings.check
+        && let Some(response) = check(&parts, &received.data)
+    {
+        return (Ok(response.map(ResponseBody::whole)), Decision::Rejected);
+    }
     let fingerprint = settings.fingerprinting.of(&parts, &received.data);
     let unprotected = match settings.on_store_error {
         OnStoreError::Refuse => None,

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
+use http::request::Parts;
 use http::{HeaderName, Method, Response};
 use idem_core::executor::Executor;
 
@@ -28,6 +29,8 @@ pub enum OnStoreError {
 
 pub(crate) type Responder = dyn Fn(&Refusal, Response<Bytes>) -> Response<Bytes> + Send + Sync;
 
+pub(crate) type Check = dyn Fn(&Parts, &Bytes) -> Option<Response<Bytes>> + Send + Sync;
+
 #[derive(Clone)]
 pub(crate) struct Settings {
     pub(crate) executor: Executor,
@@ -39,6 +42,7 @@ pub(crate) struct Settings {
     pub(crate) key_format: KeyFormat,
     pub(crate) fingerprinting: Fingerprinting,
     pub(crate) body_limit: usize,
+    pub(crate) check: Option<Arc<Check>>,
     pub(crate) finality: Finality,
     pub(crate) unstored: Vec<HeaderName>,
     pub(crate) streaming_after: Duration,
@@ -61,6 +65,7 @@ impl Settings {
             key_format: KeyFormat::default(),
             fingerprinting: Fingerprinting::default(),
             body_limit: 2 * 1024 * 1024,
+            check: None,
             finality: Finality::default(),
             unstored: Vec::new(),
             streaming_after: Duration::from_secs(1),

@@ -135,3 +135,23 @@ async fn a_corrected_request_needs_a_key_of_its_own() {
     send(&router, request("/", "k", "right")).await.assert_refused(idem_http::Reason::Mismatch, 422);
     assert_eq!(send(&router, request("/", "other", "right")).await.status, 200);
 }
+
+/// Pitfall 28, in full: what is refused before anything is reserved leaves the key to a corrected request.
+#[tokio::test]
+async fn what_a_check_refuses_does_not_use_the_key_up() {
+    let check = |parts: &http::request::Parts, body: &bytes::Bytes| match &body[..] {
+        b"right" => None,
+        _ => {
+            Some(Response::builder().status(422).header("method", parts.method.as_str()).body("wrong".into()).unwrap())
+        }
+    };
+    let (router, runs) = service(&layer().with_check(check), |run| run.to_string());
+    let refused = send(&router, request("/", "k", "left")).await;
+    assert_eq!((refused.status, refused.decision), (422, Some(Decision::Rejected)));
+    assert!(refused.body == "wrong" && refused.headers["method"] == "POST");
+    for replayed in [false, true] {
+        let answer = send(&router, request("/", "k", "right")).await;
+        assert_eq!((&answer.body[..], answer.is_replay(), runs.count()), (&b"1"[..], replayed, 1));
+    }
+    assert_eq!(send(&router, request("/", "k", "left")).await.status, 422);
+}

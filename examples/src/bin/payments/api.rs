@@ -1,16 +1,19 @@
-//! The HTTP side: what a request's key, scope and fingerprint are, and what each answer of the executor becomes.
+//! The HTTP side: a layer makes charges idempotent, and what is left is what the API does.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::State;
-use axum::extract::rejection::JsonRejection;
+use axum::body::{Body, Bytes};
+use axum::extract::{Request, State};
+use axum::http::request::Parts;
 use axum::http::{HeaderMap, StatusCode, header};
+use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
-use axum::{Json, Router};
-use idem_core::executor::{Attempt, Executor, OnError, RunError};
-use idem_core::{Fingerprint, Key, Reserve, Scope};
+use axum::{Extension, Json, Router};
+use idem_core::executor::Executor;
+use idem_core::{Fingerprint, Reserve, Scope};
+use idem_http::{Attempt, Fingerprinting, IdempotencyLayer};
 
 use crate::ledger::{Ledger, OnAccount};
 use crate::problem::Problem;
@@ -18,154 +21,128 @@ use crate::provider::{Account, Charge, ChargeError, Order, Provider};
 
 #[derive(Debug, Clone)]
 struct App {
-    executor: Executor,
     provider: Arc<Provider>,
     /// Where charges, balances and keys are committed together.
     ledger: Option<Arc<Ledger>>,
 }
 
 pub(crate) fn router(executor: Executor, provider: Arc<Provider>, ledger: Option<Arc<Ledger>>) -> Router {
-    Router::new().route("/charges", post(create_charge)).route("/balance", get(balance)).with_state(App {
-        executor,
-        provider,
-        ledger,
-    })
+    // The account is the scope: nobody meets another's keys.
+    let idempotency = IdempotencyLayer::new(executor, |request: &Parts| request.extensions.get::<Scope>().cloned())
+        .with_fingerprinting(Fingerprinting::default().with_canonical_json())
+        .with_check(is_an_order);
+    let policy = idempotency.policy();
+    Router::new()
+        .route("/charges", post(create_charge).route_layer(idempotency))
+        .route("/charges-on-account", post(charge_on_account))
+        .route("/balance", get(balance))
+        .route_layer(middleware::from_fn(authenticate))
+        .route_service("/idempotency", policy)
+        .with_state(App { provider, ledger })
 }
 
-/// A declined card is an answer, and every repeat gets it. A time-out is none: the next repeat tries again.
-fn policy(error: &ChargeError) -> OnError {
-    match error {
-        ChargeError::Declined => OnError::Final,
-        ChargeError::Timeout | ChargeError::Ledger(_) => OnError::Free,
-    }
-}
-
+/// Runs once per key. A declined card is an answer, and every repeat gets it; after a time-out (504) the next repeat tries
+/// again, as after every 5xx.
 async fn create_charge(
-    State(App { executor, provider, ledger }): State<App>,
-    headers: HeaderMap,
-    order: Result<Json<Order>, JsonRejection>,
+    State(App { provider, ledger }): State<App>,
+    Extension(account): Extension<Scope>,
+    Extension(attempt): Extension<Attempt>,
+    Json(order): Json<Order>,
 ) -> Result<Response, Problem> {
-    let account = authenticate(&headers)?;
-    let key = idempotency_key(&headers, &account)?;
-    let Json(order) = order.map_err(|error| Problem::new(error.status(), "Not an order", error.body_text()))?;
-    let fingerprint = Fingerprint::builder()
-        .field("POST /charges")
-        .value(&order)
-        .map_err(|error| Problem::new(StatusCode::BAD_REQUEST, "Not an order", error.to_string()))?
-        .finish();
-
-    let result = match ledger {
-        None => {
-            let operation = move |attempt: Attempt| async move {
-                provider.charge(account.as_str(), &order, attempt.number()).await
-            };
-            executor.run_with(&key, fingerprint, policy, operation).await
-        }
-        Some(ledger) if order.card == "account" => {
-            let request = Reserve::new(key).with_fingerprint(fingerprint);
-            return on_account(ledger.charge_on_account(&request, account.as_str(), &order).await);
-        }
+    let account = account.as_str();
+    let response = match ledger {
+        None => created(&provider.charge(account, &order, attempt.number()).await?),
         Some(ledger) => {
-            let operation = move |attempt: Attempt| async move {
-                // No transaction is open while the card network is asked.
-                provider.authorize(account.as_str(), &order, attempt.number()).await?;
-                ledger.charge(&attempt, account.as_str(), &order).await
-            };
-            executor.run_with(&key, fingerprint, policy, operation).await
+            // No transaction is open while the card network is asked.
+            provider.authorize(account, &order, attempt.number()).await?;
+            ledger.charge(&attempt, account, &order, created).await?
         }
     };
-    match result {
-        Ok(done) => Ok(replayable(done.replayed, created(&done.value))),
-        Err(RunError::Failed { error, replayed, .. }) => Ok(replayable(replayed, failed(&error).into_response())),
-        // It was charged: the client gets its answer although it could not be recorded.
-        Err(RunError::Unrecorded { result: Ok(charge), .. }) => Ok(created(&charge)),
-        // Another attempt may hold the key now; a repeat finds out what was committed.
-        Err(RunError::Unrecorded { result: Err(error @ ChargeError::Ledger(_)), .. }) => Err(failed(&error)),
-        Err(error) => Err(refused(&error)),
+    Ok(response.map(Body::from))
+}
+
+/// A charge that asks nobody is one transaction with its key. It needs no lease, and so no layer.
+async fn charge_on_account(
+    State(app): State<App>,
+    Extension(account): Extension<Scope>,
+    headers: HeaderMap,
+    Json(order): Json<Order>,
+) -> Result<Response, Problem> {
+    let ledger = app.ledger.ok_or_else(|| Problem::new(StatusCode::NOT_FOUND, "Not here", "there is no ledger"))?;
+    let bad = |detail: String| Problem::new(StatusCode::BAD_REQUEST, "Idempotency-Key needed", detail);
+    let id = idem_http::parse_key(&headers, "idempotency-key").map_err(|error| bad(error.to_string()))?;
+    let key = account.key(&id).map_err(|error| bad(error.to_string()))?;
+    let fingerprint = Fingerprint::of_value(&order).map_err(|error| bad(error.to_string()))?;
+    let request = Reserve::new(key).with_fingerprint(fingerprint);
+    match ledger.charge_on_account(&request, account.as_str(), &order).await? {
+        OnAccount::Charged(charge) => Ok(created(&charge).map(Body::from)),
+        OnAccount::Before(charge) => {
+            Ok(([("idempotent-replayed", "true")], created(&charge).map(Body::from)).into_response())
+        }
+        OnAccount::InProgress(retry_after) => {
+            let title = "A request with this key is in progress";
+            Err(Problem::new(StatusCode::CONFLICT, title, "repeat it later").retry_after(retry_after))
+        }
+        OnAccount::Mismatch => {
+            let title = "This key was used for another request";
+            Err(Problem::new(StatusCode::UNPROCESSABLE_ENTITY, title, "another order needs a key of its own"))
+        }
     }
 }
 
-fn on_account(result: Result<OnAccount, ChargeError>) -> Result<Response, Problem> {
-    match result {
-        Ok(OnAccount::Charged(charge)) => Ok(created(&charge)),
-        Ok(OnAccount::Before(charge)) => Ok(replayable(true, created(&charge))),
-        Ok(OnAccount::InProgress(retry_after)) => Err(in_progress("another request holds the key", retry_after)),
-        Ok(OnAccount::Mismatch) => Err(mismatch("the key was used for another request")),
-        Err(error) => Err(failed(&error)),
-    }
-}
-
-fn created(charge: &Charge) -> Response {
-    (StatusCode::CREATED, [(header::LOCATION, format!("/charges/{}", charge.id))], Json(charge)).into_response()
-}
-
-fn failed(error: &ChargeError) -> Problem {
-    match error {
-        ChargeError::Declined => Problem::new(StatusCode::PAYMENT_REQUIRED, "Card declined", error.to_string()),
-        ChargeError::Timeout => Problem::new(StatusCode::GATEWAY_TIMEOUT, "Provider timed out", error.to_string())
-            .retry_after(Duration::from_secs(1)),
-        ChargeError::Ledger(_) => Problem::new(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "The ledger is unavailable",
-            "repeat the request with its key",
-        )
-        .retry_after(Duration::from_secs(1)),
-    }
-}
-
-fn in_progress(detail: &str, retry_after: Duration) -> Problem {
-    Problem::new(StatusCode::CONFLICT, "A request with this key is in progress", detail).retry_after(retry_after)
-}
-
-fn mismatch(detail: &str) -> Problem {
-    Problem::new(StatusCode::UNPROCESSABLE_ENTITY, "This key was used for another request", detail)
-}
-
-fn refused(error: &RunError<Charge, ChargeError>) -> Problem {
-    let detail = error.to_string();
-    match error {
-        RunError::InProgress { retry_after, .. } => in_progress(&detail, *retry_after),
-        RunError::Mismatch => mismatch(&detail),
-        RunError::Store(_) => Problem::new(StatusCode::SERVICE_UNAVAILABLE, "The store of keys is unavailable", detail)
-            .retry_after(Duration::from_secs(1)),
-        _ => Problem::new(StatusCode::INTERNAL_SERVER_ERROR, "The charge's outcome is not known", detail),
-    }
-}
-
-fn replayable(replayed: bool, mut response: Response) -> Response {
-    if replayed {
-        response.headers_mut().insert("idempotent-replayed", header::HeaderValue::from_static("true"));
+/// Whole, so that it can be stored as it is.
+fn created(charge: &Charge) -> axum::http::Response<Bytes> {
+    let mut response = axum::http::Response::new(serde_json::to_vec(charge).unwrap_or_default().into());
+    *response.status_mut() = StatusCode::CREATED;
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static("application/json"));
+    if let Ok(location) = format!("/charges/{}", charge.id).parse() {
+        headers.insert(header::LOCATION, location);
     }
     response
 }
 
-async fn balance(State(app): State<App>, headers: HeaderMap) -> Result<Json<Account>, Problem> {
-    let account = authenticate(&headers)?;
+impl From<ChargeError> for Problem {
+    fn from(error: ChargeError) -> Self {
+        let a_moment = Duration::from_secs(1);
+        match error {
+            ChargeError::Declined => Self::new(StatusCode::PAYMENT_REQUIRED, "Card declined", error.to_string()),
+            ChargeError::Timeout => {
+                Self::new(StatusCode::GATEWAY_TIMEOUT, "Provider timed out", error.to_string()).retry_after(a_moment)
+            }
+            ChargeError::Ledger(_) => {
+                let detail = "repeat the request with its key";
+                Self::new(StatusCode::SERVICE_UNAVAILABLE, "The ledger is unavailable", detail).retry_after(a_moment)
+            }
+        }
+    }
+}
+
+async fn balance(State(app): State<App>, Extension(account): Extension<Scope>) -> Result<Json<Account>, Problem> {
     let provider = app.provider.account(account.as_str());
     let Some(ledger) = app.ledger else { return Ok(Json(provider)) };
-    let booked = ledger.account(account.as_str()).await.map_err(|error| failed(&error.into()))?;
+    let booked = ledger.account(account.as_str()).await.map_err(ChargeError::from)?;
     Ok(Json(Account { calls: provider.calls, ..booked }))
 }
 
-/// The account is the scope: nobody meets another's keys. A real service would look the bearer token up.
-fn authenticate(headers: &HeaderMap) -> Result<Scope, Problem> {
-    let refused = || Problem::new(StatusCode::UNAUTHORIZED, "Who are you?", "send Authorization: Bearer <account>");
-    let value = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok()).ok_or_else(refused)?;
-    let account = value.strip_prefix("Bearer ").filter(|account| !account.is_empty()).ok_or_else(refused)?;
-    Scope::new(account).map_err(|_| refused())
+/// Tells whose request it is. A real service would look the bearer token up.
+async fn authenticate(mut request: Request, next: Next) -> Result<Response, Problem> {
+    let value = request.headers().get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let account = value.and_then(|value| value.strip_prefix("Bearer ")).filter(|account| !account.is_empty());
+    let Some(scope) = account.and_then(|account| Scope::new(account).ok()) else {
+        return Err(Problem::new(StatusCode::UNAUTHORIZED, "Who are you?", "send Authorization: Bearer <account>"));
+    };
+    request.extensions_mut().insert(scope);
+    Ok(next.run(request).await)
 }
 
-/// One line of `Idempotency-Key`, bare or quoted.
-fn idempotency_key(headers: &HeaderMap, account: &Scope) -> Result<Key, Problem> {
-    let refused = |detail: String| Problem::new(StatusCode::BAD_REQUEST, "Idempotency-Key needed", detail);
-    let mut lines = headers.get_all("idempotency-key").iter();
-    let (Some(line), None) = (lines.next(), lines.next()) else {
-        return Err(refused("send one Idempotency-Key header, and the same with every repeat".to_owned()));
+/// What is no order is refused before its key is used.
+fn is_an_order(request: &Parts, body: &Bytes) -> Option<axum::http::Response<Bytes>> {
+    let kind = request.headers.get(header::CONTENT_TYPE).map(|value| value.as_bytes());
+    let (status, detail) = if !kind.is_some_and(|kind| kind.starts_with(b"application/json")) {
+        (StatusCode::UNSUPPORTED_MEDIA_TYPE, "send application/json".to_owned())
+    } else {
+        (StatusCode::UNPROCESSABLE_ENTITY, serde_json::from_slice::<Order>(body).err()?.to_string())
     };
-    let text = line.to_str().map_err(|_| refused("it must be ASCII".to_owned()))?;
-    let id = text.strip_prefix('"').and_then(|rest| rest.strip_suffix('"')).unwrap_or(text);
-    if id.contains(['"', '\\', ',']) {
-        return Err(refused("it must be one key".to_owned()));
-    }
-    account.key(id).map_err(|error| refused(error.to_string()))
+    Some(Problem::new(status, "Not an order", detail).into_bytes())
 }

@@ -51,9 +51,10 @@ struct Shop {
 
 impl Shop {
     async fn charge(&self, account: &str, key: &str, amount: u32, card: &str) -> Result<Answer> {
+        let path = if card == "account" { "charges-on-account" } else { "charges" };
         let response = self
             .client
-            .post(format!("{}/charges", self.base))
+            .post(format!("{}/{path}", self.base))
             .bearer_auth(account)
             .header("idempotency-key", key)
             .json(&serde_json::json!({ "amount": amount, "card": card }))

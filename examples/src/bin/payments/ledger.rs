@@ -3,8 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use idem_core::executor::Attempt;
+use axum::body::Bytes;
+use axum::http::Response;
 use idem_core::{Outcome, Reservation, Reserve, StoreError};
+use idem_http::Attempt;
 use idem_postgres::PostgresStore;
 use idem_postgres::sqlx::{self, PgConnection};
 
@@ -46,14 +48,22 @@ impl Ledger {
         Ok(Self { store })
     }
 
-    /// The last step of an operation of the executor's: while it did what is slow, only the lease was held.
+    /// The last step of a handler behind the layer: while it did what is slow, only the lease was held. What is stored is the
+    /// response, made of the charge, which the handler returns.
     ///
-    /// Whatever fails here, the error goes back to the executor, which finds out whether the commit has happened.
-    pub(crate) async fn charge(&self, attempt: &Attempt, account: &str, order: &Order) -> Result<Charge, ChargeError> {
+    /// Whatever fails here, the handler says so by a status that frees the key, and the layer finds out whether the commit
+    /// has happened.
+    pub(crate) async fn charge(
+        &self,
+        attempt: &Attempt,
+        account: &str,
+        order: &Order,
+        respond: impl Fn(&Charge) -> Response<Bytes>,
+    ) -> Result<Response<Bytes>, ChargeError> {
         let mut transaction = self.store.pool().begin().await?;
-        let charge = write(&mut transaction, account, order).await?;
-        self.store.complete_and_commit(transaction, attempt, attempt.success(&charge)).await?;
-        Ok(charge)
+        let response = respond(&write(&mut transaction, account, order).await?);
+        self.store.complete_and_commit(transaction, attempt, idem_http::outcome(&response)).await?;
+        Ok(response)
     }
 
     /// A charge that nobody has to be asked about is only database work: it needs no lease, and the whole, from reserve to

@@ -10,7 +10,8 @@
 //! ```
 //!
 //! The cards: `visa` is charged at once, `slow` after a while, `declined` is declined, and `flaky` makes the provider
-//! time out at the first attempt. `account` is none, but a charge on account, about which nobody is asked.
+//! time out at the first attempt. With a ledger, `POST /charges-on-account` charges without a card, so that nobody is
+//! asked.
 //!
 //! With `--same-transaction`, charges and balances are tables in the database of the keys, and all three are committed
 //! together: see `ledger.rs`.

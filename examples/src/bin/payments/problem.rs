@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde::Serialize;
@@ -31,14 +32,21 @@ impl Problem {
     }
 }
 
-impl IntoResponse for Problem {
-    fn into_response(self) -> Response {
-        let mut response = (self.status, axum::Json(&self)).into_response();
+impl Problem {
+    pub(crate) fn into_bytes(self) -> axum::http::Response<Bytes> {
+        let mut response = axum::http::Response::new(serde_json::to_vec(&self).unwrap_or_default().into());
+        *response.status_mut() = self.status;
         let headers = response.headers_mut();
         headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
         if let Some(seconds) = self.retry_after {
             headers.insert(header::RETRY_AFTER, HeaderValue::from(seconds));
         }
         response
+    }
+}
+
+impl IntoResponse for Problem {
+    fn into_response(self) -> Response {
+        self.into_bytes().map(Body::from)
     }
 }

@@ -25,7 +25,7 @@ pub(crate) struct Charge {
 }
 
 /// Why a card was not charged.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone)]
 pub(crate) enum ChargeError {
     Declined,
     Timeout,
