@@ -26,7 +26,7 @@ pub struct Config {
     pub response_timeout: Duration,
     /// How calls are gathered. Default: [`Batching::default`].
     pub batching: Batching,
-    /// What a write waits for before it is acknowledged. Default: nothing but the server's answer.
+    /// What a call waits for before it is answered. Default: nothing but the server's answer.
     pub acknowledge: Acknowledge,
     /// What [`open`](crate::RedisStore::open) does about a server that may evict live records under memory pressure.
     /// Default: [`Policy::Refuse`].
@@ -130,11 +130,12 @@ pub enum Policy {
     Refuse,
 }
 
-/// What a call that writes waits for before it is acknowledged, beside the server's answer: less is lost when the server
-/// fails over or crashes, for a round trip to a replica or a sync of the disk.
+/// What a call waits for before it is answered, beside the server's answer: less is lost when the server fails over or
+/// crashes, for a round trip to a replica or a sync of the disk. Also calls that change nothing wait: what they tell of was
+/// written by somebody.
 ///
-/// When too few answer in time, the call fails with [`RedisStoreError::TooFewAcknowledged`] in class *unknown*: the write
-/// has happened on the server and may reach the others later. The same call again waits again.
+/// When too few answer in time, the call fails with [`RedisStoreError::TooFewAcknowledged`] in class *unknown*: what it
+/// wrote is on the server and may reach the others later. The same call again waits again.
 ///
 /// **This is no consensus.** A failover may still choose a replica that did not answer, and a server that is cut off
 /// goes on until it notices. It makes the window small; it does not close it.

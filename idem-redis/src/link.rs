@@ -244,7 +244,8 @@ impl Link {
         Ok(values
             .into_iter()
             .map(|value| match &too_few {
-                Some(trouble) if rests_on_a_write(&value) => Err(trouble.clone()),
+                // Any answer: a master that was replaced and does not know it yet has nobody to confirm what it tells.
+                Some(trouble) if !matches!(value, Value::ServerError(_)) => Err(trouble.clone()),
                 _ => Ok(value),
             })
             .collect())
@@ -340,16 +341,6 @@ fn bounded<T>(answer: Result<Result<T, RedisError>, tokio::time::error::Elapsed>
 
 fn is_read_only(value: &Value) -> bool {
     matches!(value, Value::ServerError(error) if error.kind() == Some(ServerErrorKind::ReadOnly))
-}
-
-/// Whether an answer tells of a write, of this call or an earlier one, that a failover could take back.
-fn rests_on_a_write(value: &Value) -> bool {
-    match value {
-        // A lease lost or a mismatch changes nothing and lets nobody run.
-        Value::Int(verdict) => *verdict == 1,
-        Value::Array(_) => true,
-        _ => false,
-    }
 }
 
 /// What a socket connects to.

@@ -483,13 +483,17 @@ impl RedisFailover {
     pub fn switch(&self) -> io::Result<()> {
         let old = self.master()?;
         let patience = Duration::from_secs(30);
-        // It refuses for a moment, just after another one.
-        until("the sentinel begins", patience, || {
-            self.sentinel.must(&["SENTINEL", "FAILOVER", Self::MASTER]).map(|_| true)
-        })?;
+        let mut asked: Option<Instant> = None;
         until("the roles are exchanged", patience, || {
-            let told = self.servers[old].must(&["INFO", "replication"])?;
-            Ok(self.master()? != old && told.text().contains("master_link_status:up"))
+            if self.master()? == old {
+                // It refuses for a moment just after another one, and gives up where the replica did not look well.
+                if asked.is_none_or(|at| at.elapsed() > Duration::from_secs(5)) {
+                    self.sentinel.must(&["SENTINEL", "FAILOVER", Self::MASTER])?;
+                    asked = Some(Instant::now());
+                }
+                return Ok(false);
+            }
+            Ok(self.servers[old].must(&["INFO", "replication"])?.text().contains("master_link_status:up"))
         })
     }
 
