@@ -131,10 +131,12 @@ impl Link {
 
     /// Sends one command, and waits no longer than until then. The key is the one that it is about, for its slot.
     pub(crate) async fn one(&self, command: &Cmd, key: &[u8], deadline: Instant) -> Result<Value, Trouble> {
+        // A single server asks for no slot.
+        let node = if self.is_cluster() { slot(key) } else { SingleNodeRoutingInfo::Random };
         let answer = if self.acknowledge.waits() {
-            self.alone(command, slot(key), false, deadline).await
+            self.alone(command, node, false, deadline).await
         } else {
-            self.send(command, RoutingInfo::SingleNode(slot(key)), deadline).await
+            self.send(command, RoutingInfo::SingleNode(node), deadline).await
         };
         // The key's slot has moved, or moves and the key has gone ahead: the node that it goes to is asked.
         let Err(Trouble::Server(error)) = &answer else { return answer };
