@@ -3,8 +3,8 @@
 //! The driver's multiplexed connection pipelines by itself, but each call then costs a message to its task, an answer from it
 //! and a wake of it. Measured by the bench `pairs` with and without (`Batching::with_calls(1)`), two runs on a busy machine:
 //! with 1,024 callers 65,000 to 90,000 pairs a second for 5 µs of this process's processor time each, against 39,000 to
-//! 67,000 for 10 to 12 µs; with 64 callers 65,000 against 42,000 to 61,000. A caller that is alone is served best by the
-//! driver directly.
+//! 67,000 for 10 to 12 µs; with 64 callers 65,000 against 42,000 to 61,000. A caller that is alone goes to the
+//! driver directly, which is one task less on the way.
 //!
 //! So while a few calls are under way, each goes to the driver by itself; beyond that they queue, and a few senders take what
 //! is there, send it as one pipeline, and answer. There is no timer: what comes while all senders are busy goes out together.
