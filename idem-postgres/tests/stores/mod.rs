@@ -171,11 +171,13 @@ impl Fixture for Fresh {
 
 /// A caller that repeats what was not answered, as the contract says.
 pub(crate) async fn persist<T, F: Future<Output = Result<T, StoreError>>>(call: impl Fn() -> F) -> T {
+    let begun = std::time::Instant::now();
     loop {
         match call().await {
             Ok(answer) => return answer,
             Err(error) => {
                 assert_ne!(error.class(), ErrorClass::Permanent, "{error:?}");
+                assert!(begun.elapsed() < Duration::from_secs(120), "no answer in two minutes: {error:?}");
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }

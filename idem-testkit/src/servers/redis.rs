@@ -421,7 +421,8 @@ impl RedisFailover {
         let settings: Vec<_> = [("replicaof", &*of_master)].into_iter().chain(settings.iter().copied()).collect();
         let replica = RedisServer::start(&settings)?;
         let monitored = format!("monitor {} {of_master} 1", Self::MASTER);
-        let down = format!("down-after-milliseconds {} 500", Self::MASTER);
+        // Long enough that a busy machine does not look like a dead one.
+        let down = format!("down-after-milliseconds {} 1500", Self::MASTER);
         let timeout = format!("failover-timeout {} 3000", Self::MASTER);
         let sentinel =
             RedisServer::start_as(&[("sentinel", &monitored), ("sentinel", &down), ("sentinel", &timeout)], true)?;
