@@ -1,6 +1,7 @@
 //! What a request asks for, boiled down to 32 bytes.
 
 use std::fmt;
+use std::sync::LazyLock;
 
 use serde::Serialize;
 use serde_json::Value;
@@ -27,7 +28,10 @@ impl Fingerprint {
     /// Starts a fingerprint of several fields.
     #[must_use]
     pub fn builder() -> FingerprintBuilder {
-        FingerprintBuilder(blake3::Hasher::new_derive_key("idem fingerprint v1"))
+        // To copy it costs less than to derive the key again.
+        static DERIVED: LazyLock<blake3::Hasher> =
+            LazyLock::new(|| blake3::Hasher::new_derive_key("idem fingerprint v1"));
+        FingerprintBuilder(DERIVED.clone())
     }
 
     /// The fingerprint of one run of bytes: a builder with one field.

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use http::HeaderName;
 use http::header::CONTENT_TYPE;
 use http::request::Parts;
-use idem_core::{Fingerprint, FingerprintBuilder};
+use idem_core::Fingerprint;
 
 use crate::canonical::canonical;
 
@@ -67,38 +67,60 @@ impl Fingerprinting {
         if let Some(custom) = &self.custom {
             return custom(request, body);
         }
-        let mut fields = Fingerprint::builder().field("http 1").field(request.method.as_str()).field(path(request));
-        fields = match request.uri.query() {
-            None => fields.field("no query"),
+        // All but the body is one field: a builder is large, and is moved with every field.
+        let mut head = Head(Vec::with_capacity(192));
+        head.field("http 1");
+        head.field(request.method.as_str());
+        head.field(path(request));
+        match request.uri.query() {
+            None => head.field("no query"),
             Some(query) if self.sorted_query => {
                 let mut pairs: Vec<&str> = query.split('&').collect();
                 // Stable: the values of one name keep their order.
                 pairs.sort_by_key(|pair| pair.split_once('=').map_or(*pair, |(name, _)| name));
-                pairs.iter().fold(fields.field("sorted query").field(pairs.len().to_le_bytes()), |fields, pair| {
-                    fields.field(pair)
-                })
+                head.field("sorted query");
+                head.count(pairs.len());
+                pairs.iter().for_each(|pair| head.field(pair));
             }
-            Some(query) => fields.field("query").field(query),
-        };
+            Some(query) => {
+                head.field("query");
+                head.field(query);
+            }
+        }
         for name in self.headers.iter() {
             let lines = request.headers.get_all(name);
-            fields = fields.field(name.as_str()).field(lines.iter().count().to_le_bytes());
-            fields = lines.iter().fold(fields, |fields, line| fields.field(line.as_bytes()));
+            head.field(name);
+            head.count(lines.iter().count());
+            lines.iter().for_each(|line| head.field(line));
         }
-        self.with_body(fields, request, body).finish()
-    }
-
-    fn with_body(&self, fields: FingerprintBuilder, request: &Parts, body: &Bytes) -> FingerprintBuilder {
         if self.without_body {
-            return fields.field("no body");
+            head.field("no body");
+            return Fingerprint::of(head.0);
         }
         if self.canonical_json
             && is_json(request)
             && let Some(form) = canonical(body)
         {
-            return fields.field("json").field(form);
+            head.field("json");
+            return Fingerprint::builder().field(head.0).field(form).finish();
         }
-        fields.field("body").field(body)
+        head.field("body");
+        Fingerprint::builder().field(head.0).field(body).finish()
+    }
+}
+
+/// Fields, each framed by its length.
+struct Head(Vec<u8>);
+
+impl Head {
+    fn count(&mut self, count: usize) {
+        self.0.extend_from_slice(&(count as u64).to_le_bytes());
+    }
+
+    fn field(&mut self, bytes: impl AsRef<[u8]>) {
+        let bytes = bytes.as_ref();
+        self.count(bytes.len());
+        self.0.extend_from_slice(bytes);
     }
 }
 

@@ -141,7 +141,7 @@ async fn call<S: Service<Request<B>>, B>(mut service: S, request: Request<B>) ->
 /// Runs the handler under its attempt.
 async fn handle<S, B, R>(
     settings: Arc<Settings>,
-    mut service: S,
+    service: S,
     attempt: Attempt,
     mut parts: Parts,
     received: Received,
@@ -154,8 +154,7 @@ where
     let took_over = matches!(attempt.origin(), Origin::Takeover(_));
     let method = parts.method.clone();
     parts.extensions.insert(attempt);
-    // It was made ready before the body was read.
-    match service.call(Request::from_parts(parts, RequestBody::whole(received))).await {
+    match call(service, Request::from_parts(parts, RequestBody::whole(received))).await {
         Ok(response) => {
             let (response, recorded, settlement) = record(&settings, &method, response).await;
             Ending { value: Handled { result: Ok(response), took_over, recorded }, settlement }

@@ -65,10 +65,10 @@ where
                 return ResponseFuture::answered(settings.refuse(refusal).map(ResponseBody::whole));
             }
         };
-        // The one that is ready is the one to call.
-        let next = self.inner.clone();
-        let ready = std::mem::replace(&mut self.inner, next);
-        ResponseFuture::protected(Box::pin(protect(Arc::clone(settings), watch, ready, key, parts, body)))
+        // Not the one that is ready: what that holds, such as a permit to run, is for handlers, not for uploads, for those
+        // who wait, or for replays.
+        let inner = self.inner.clone();
+        ResponseFuture::protected(Box::pin(protect(Arc::clone(settings), watch, inner, key, parts, body)))
     }
 }
 

@@ -162,3 +162,50 @@ async fn fingerprints_are_made_as_set() {
     assert!(send(&router, request("/", "k", "a2")).await.is_replay());
     send(&router, request("/", "k", "b1")).await.assert_refused(Reason::Mismatch, 422);
 }
+
+/// A layer within that lets one handler run at a time: an upload that does not end, and those who wait, are none.
+#[tokio::test]
+async fn a_permit_to_run_is_not_held_by_uploads_and_waiters() {
+    use http::Response;
+    use http_body_util::Full;
+    use idem_core::executor::Waiting;
+    use std::convert::Infallible;
+    use std::time::Duration;
+    use tower::{Service, ServiceBuilder, ServiceExt};
+
+    let executor = Executor::builder(idem_core::MemoryStore::new()).waiting(Waiting::UpTo(Duration::from_secs(30)));
+    let (end, ended) = tokio::sync::watch::channel(false);
+    let handler = move |request: Request<idem_http::RequestBody<Body>>| {
+        let mut ended = ended.clone();
+        async move {
+            if request.uri().path() == "/slow" {
+                ended.wait_for(|ended| *ended).await.unwrap();
+            }
+            Ok::<_, Infallible>(Response::new(Full::new(Bytes::from("ok"))))
+        }
+    };
+    let layer = IdempotencyLayer::new(executor.build().unwrap(), SingleTenant);
+    let inner = ServiceBuilder::new().concurrency_limit(2).service_fn(handler);
+    let service = ServiceBuilder::new().layer(layer).service(inner);
+    let start = async |request: Request<Body>| {
+        let mut service = service.clone();
+        let call = service.ready().await.unwrap().call(request);
+        let call = tokio::spawn(call);
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        call
+    };
+    let uploads = [
+        start(request("/", "a", frames(vec![b"part"], false))).await,
+        start(request("/", "b", frames(vec![b"part"], false))).await,
+    ];
+    let holder = start(request("/slow", "k", "")).await;
+    let waiters = [start(request("/slow", "k", "")).await, start(request("/slow", "k", "")).await];
+    // One permit is left.
+    let quick = tokio::time::timeout(Duration::from_secs(10), service.clone().oneshot(request("/", "q", ""))).await;
+    assert_eq!(quick.unwrap().unwrap().status(), 200);
+    end.send(true).unwrap();
+    for call in waiters.into_iter().chain([holder]) {
+        assert_eq!(call.await.unwrap().unwrap().status(), 200);
+    }
+    uploads.iter().for_each(tokio::task::JoinHandle::abort);
+}
