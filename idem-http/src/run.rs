@@ -86,8 +86,9 @@ where
         OnStoreError::Refuse => None,
         OnStoreError::RunUnprotected => Some((service.clone(), parts.clone(), received.clone())),
     };
-    let own = Arc::clone(settings);
-    let handle = move |attempt: Attempt| handle(own, service, attempt, parts, received);
+    // On the heap once, as it is large, and moved from future to future.
+    let handler = Box::new(Call { settings: Arc::clone(settings), service, parts, received });
+    let handle = move |attempt: Attempt| handle(handler, attempt);
     let run = settings.executor.run_outcome(key, fingerprint, handle).await;
     match run {
         Run::Ended { value, attempt, recorded, .. } => {
@@ -138,19 +139,22 @@ async fn call<S: Service<Request<B>>, B>(mut service: S, request: Request<B>) ->
     service.call(request).await
 }
 
-/// Runs the handler under its attempt.
-async fn handle<S, B, R>(
+/// What the handler is to be called with.
+struct Call<S> {
     settings: Arc<Settings>,
     service: S,
-    attempt: Attempt,
-    mut parts: Parts,
+    parts: Parts,
     received: Received,
-) -> Ending<Handled<R, S::Error>>
+}
+
+/// Runs the handler under its attempt.
+async fn handle<S, B, R>(called: Box<Call<S>>, attempt: Attempt) -> Ending<Handled<R, S::Error>>
 where
     S: Service<Request<RequestBody<B>>, Response = Response<R>>,
     B: Body<Data = Bytes>,
     R: Body<Data = Bytes>,
 {
+    let Call { settings, service, mut parts, received } = *called;
     let took_over = matches!(attempt.origin(), Origin::Takeover(_));
     let method = parts.method.clone();
     parts.extensions.insert(attempt);

@@ -10,6 +10,8 @@ use http_body_util::BodyExt;
 use idem_core::executor::Executor;
 use idem_http::{Fingerprint, Fingerprinting, IdempotencyLayer, Reason, SingleTenant};
 
+use tower::ServiceExt;
+
 use crate::support::{Frail, Polled, Runs, frames, layer, request, send, service};
 
 fn echo(layer: IdempotencyLayer) -> Router {
@@ -171,7 +173,7 @@ async fn a_permit_to_run_is_not_held_by_uploads_and_waiters() {
     use idem_core::executor::Waiting;
     use std::convert::Infallible;
     use std::time::Duration;
-    use tower::{Service, ServiceBuilder, ServiceExt};
+    use tower::ServiceBuilder;
 
     let executor = Executor::builder(idem_core::MemoryStore::new()).waiting(Waiting::UpTo(Duration::from_secs(30)));
     let (end, ended) = tokio::sync::watch::channel(false);
@@ -187,19 +189,14 @@ async fn a_permit_to_run_is_not_held_by_uploads_and_waiters() {
     let layer = IdempotencyLayer::new(executor.build().unwrap(), SingleTenant);
     let inner = ServiceBuilder::new().concurrency_limit(2).service_fn(handler);
     let service = ServiceBuilder::new().layer(layer).service(inner);
-    let start = async |request: Request<Body>| {
-        let mut service = service.clone();
-        let call = service.ready().await.unwrap().call(request);
-        let call = tokio::spawn(call);
-        tokio::time::sleep(Duration::from_millis(20)).await;
-        call
-    };
-    let uploads = [
-        start(request("/", "a", frames(vec![b"part"], false))).await,
-        start(request("/", "b", frames(vec![b"part"], false))).await,
-    ];
-    let holder = start(request("/slow", "k", "")).await;
-    let waiters = [start(request("/slow", "k", "")).await, start(request("/slow", "k", "")).await];
+    let start = |request: Request<Body>| tokio::spawn(service.clone().oneshot(request));
+    let pause = || tokio::time::sleep(Duration::from_millis(20));
+    let uploads = ["a", "b"].map(|key| start(request("/", key, frames(vec![b"part"], false))));
+    pause().await;
+    let holder = start(request("/slow", "k", ""));
+    pause().await;
+    let waiters = [start(request("/slow", "k", "")), start(request("/slow", "k", ""))];
+    pause().await;
     // One permit is left.
     let quick = tokio::time::timeout(Duration::from_secs(10), service.clone().oneshot(request("/", "q", ""))).await;
     assert_eq!(quick.unwrap().unwrap().status(), 200);
@@ -208,4 +205,41 @@ async fn a_permit_to_run_is_not_held_by_uploads_and_waiters() {
         assert_eq!(call.await.unwrap().unwrap().status(), 200);
     }
     uploads.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
+/// Pitfalls 3, 20 and 21: another request is told so on every path, with and without a near-cache.
+#[tokio::test]
+async fn a_mismatch_comes_first_on_every_path() {
+    let store = idem_core::Cached::builder(idem_core::MemoryStore::new()).build();
+    for layer in [layer(), IdempotencyLayer::new(Executor::new(store), SingleTenant)] {
+        let (end, ended) = tokio::sync::watch::channel(false);
+        let handler = move |body: Bytes| async move {
+            let fails = &body[..] == b"fails";
+            ended.clone().wait_for(|ended| *ended).await.unwrap();
+            if fails { http::StatusCode::BAD_GATEWAY } else { http::StatusCode::OK }
+        };
+        let router = Router::new().route("/", post(handler)).layer(layer);
+        let other = async |key: &str| {
+            send(&router, request("/", key, "other")).await.assert_refused(Reason::Mismatch, 422);
+        };
+        let mut running = Vec::new();
+        for body in ["works", "fails"] {
+            let call = router.clone().oneshot(request("/", body, body));
+            running.push(tokio::spawn(call));
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        // While it runs.
+        other("works").await;
+        other("fails").await;
+        end.send(true).unwrap();
+        for call in running {
+            call.await.unwrap().unwrap();
+        }
+        // When it is completed, from the store and from the cache, and when it has failed.
+        for _ in 0..2 {
+            other("works").await;
+            other("fails").await;
+            assert!(send(&router, request("/", "works", "works")).await.is_replay());
+        }
+    }
 }
