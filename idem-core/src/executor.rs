@@ -63,7 +63,7 @@
 //! # Results
 //! They are stored as JSON, under code 0 for a success and 1 for a final error, so they have to survive that: a float
 //! that is no number does not. One that is larger than the store's limit or has no JSON is withheld: the first caller
-//! gets it, and repeats get [`RunError::Withheld`].
+//! gets it, and repeats get [`RunError::Withheld`]. Outcomes in a form of one's own: [`Executor::run_outcome`].
 //!
 //! # Runtime
 //! A tokio runtime with its timer enabled. Leases are renewed by the runtime that the operation runs on: one with a

@@ -1,6 +1,5 @@
 //! Bodies: of requests, read whole before anything is reserved, and of responses, read as far as they can be kept.
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -18,17 +17,40 @@ async fn next<B: Body>(body: &mut Pin<Box<B>>) -> Option<Result<Frame<B::Data>, 
     std::future::poll_fn(|context| body.as_mut().poll_frame(context)).await
 }
 
-fn join(mut chunks: VecDeque<Bytes>, bytes: usize) -> Bytes {
-    match chunks.len() {
-        0 => Bytes::new(),
-        1 => chunks.pop_front().unwrap_or_default(),
-        _ => {
-            let mut whole = BytesMut::with_capacity(bytes);
-            for chunk in chunks {
-                whole.extend_from_slice(&chunk);
-            }
-            whole.freeze()
+/// What has been read of a body: the one chunk as it came, or several in one buffer. Not a list of them: each takes more
+/// room than its bytes when a peer sends them one by one.
+struct Gathered {
+    one: Bytes,
+    several: BytesMut,
+    /// How long the whole will be, at least.
+    expected: usize,
+}
+
+impl Gathered {
+    fn new(expected: u64) -> Self {
+        // No more is made room for than has come, or nearly: a length is only announced.
+        let expected = usize::try_from(expected).unwrap_or(usize::MAX).min(64 * 1024);
+        Self { one: Bytes::new(), several: BytesMut::new(), expected }
+    }
+
+    fn len(&self) -> usize {
+        self.one.len() + self.several.len()
+    }
+
+    fn push(&mut self, chunk: Bytes) {
+        if self.len() == 0 {
+            self.one = chunk;
+            return;
         }
+        if !self.one.is_empty() {
+            self.several.reserve(self.expected.max(self.one.len() + chunk.len()));
+            self.several.extend_from_slice(&std::mem::take(&mut self.one));
+        }
+        self.several.extend_from_slice(&chunk);
+    }
+
+    fn whole(self) -> Bytes {
+        if self.several.is_empty() { self.one } else { self.several.freeze() }
     }
 }
 
@@ -119,20 +141,16 @@ pub(crate) async fn receive<B: Body<Data = Bytes>>(body: B, limit: usize) -> Res
     if body.is_end_stream() {
         return Ok(received);
     }
-    let (mut body, mut chunks, mut bytes) = (Box::pin(body), VecDeque::new(), 0);
+    let mut data = Gathered::new(body.size_hint().lower());
+    let mut body = Box::pin(body);
     while let Some(frame) = next(&mut body).await {
         match frame.map_err(|_| Cut::Broken)?.into_data() {
-            Ok(data) => {
-                bytes += data.len();
-                if bytes > limit {
-                    return Err(Cut::TooLarge);
-                }
-                chunks.push_back(data);
-            }
+            Ok(chunk) if chunk.len() > limit - data.len() => return Err(Cut::TooLarge),
+            Ok(chunk) => data.push(chunk),
             Err(frame) => received.trailers = frame.into_trailers().ok(),
         }
     }
-    received.data = join(chunks, bytes);
+    received.data = data.whole();
     Ok(received)
 }
 
@@ -155,7 +173,7 @@ pin_project! {
 }
 
 struct Part<B: Body> {
-    read: VecDeque<Bytes>,
+    read: Option<Bytes>,
     then: Option<Result<HeaderMap, B::Error>>,
     left: Pin<Box<B>>,
 }
@@ -169,7 +187,8 @@ impl<B: Body<Data = Bytes>> ResponseBody<B> {
         Self { inner: Answer::Whole { data: Some(data).filter(|data| !data.is_empty()) } }
     }
 
-    fn partly(read: VecDeque<Bytes>, then: Option<Result<HeaderMap, B::Error>>, left: Pin<Box<B>>) -> Self {
+    fn partly(read: Bytes, then: Option<Result<HeaderMap, B::Error>>, left: Pin<Box<B>>) -> Self {
+        let read = Some(read).filter(|read| !read.is_empty());
         Self { inner: Answer::Partly { part: Box::new(Part { read, then, left }) } }
     }
 }
@@ -183,7 +202,7 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
             AnswerProjection::Passed { body } => body.poll_frame(context),
             AnswerProjection::Whole { data } => Poll::Ready(data.take().map(|data| Ok(Frame::data(data)))),
             AnswerProjection::Partly { part } => {
-                if let Some(data) = part.read.pop_front() {
+                if let Some(data) = part.read.take() {
                     return Poll::Ready(Some(Ok(Frame::data(data))));
                 }
                 match part.then.take() {
@@ -198,7 +217,7 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
         match &self.inner {
             Answer::Passed { body } => body.is_end_stream(),
             Answer::Whole { data } => data.is_none(),
-            Answer::Partly { part } => part.read.is_empty() && part.then.is_none() && part.left.is_end_stream(),
+            Answer::Partly { part } => part.read.is_none() && part.then.is_none() && part.left.is_end_stream(),
         }
     }
 
@@ -207,7 +226,7 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
             Answer::Passed { body } => body.size_hint(),
             Answer::Whole { data } => SizeHint::with_exact(data.as_ref().map_or(0, Bytes::len) as u64),
             Answer::Partly { part } => {
-                let read: u64 = part.read.iter().map(|data| data.len() as u64).sum();
+                let read = part.read.as_ref().map_or(0, Bytes::len) as u64;
                 let (left, mut hint) = (part.left.size_hint(), SizeHint::new());
                 hint.set_lower(read.saturating_add(left.lower()));
                 if let Some(upper) = left.upper().and_then(|upper| upper.checked_add(read)) {
@@ -243,37 +262,39 @@ pub(crate) async fn keep<B: Body<Data = Bytes>>(body: B, limit: usize, patience:
     }
     // One whose length is known ends: it is waited for as the handler was.
     let until = if hint.exact().is_some() { None } else { Some(Instant::now() + patience) };
-    let (mut body, mut read, mut bytes) = (Box::pin(body), VecDeque::new(), 0);
+    let (mut body, mut read) = (Box::pin(body), Gathered::new(hint.lower()));
     loop {
         let frame = match until {
             None => next(&mut body).await,
             Some(until) => match timeout_at(until, next(&mut body)).await {
                 Ok(frame) => frame,
-                Err(_) => return Kept::Withheld(Withheld::Streamed, ResponseBody::partly(read, None, body)),
+                Err(_) => return Kept::Withheld(Withheld::Streamed, ResponseBody::partly(read.whole(), None, body)),
             },
         };
         match frame {
-            None => return Kept::Whole(join(read, bytes)),
+            None => return Kept::Whole(read.whole()),
             Some(Ok(frame)) => match frame.into_data() {
                 Ok(data) => {
-                    bytes += data.len();
-                    read.push_back(data);
-                    if bytes > limit {
-                        return Kept::Withheld(Withheld::TooLarge, ResponseBody::partly(read, None, body));
+                    read.push(data);
+                    if read.len() > limit {
+                        return Kept::Withheld(Withheld::TooLarge, ResponseBody::partly(read.whole(), None, body));
                     }
                     // One that never waits would never be timed out.
                     if until.is_some_and(|until| Instant::now() >= until) {
-                        return Kept::Withheld(Withheld::Streamed, ResponseBody::partly(read, None, body));
+                        return Kept::Withheld(Withheld::Streamed, ResponseBody::partly(read.whole(), None, body));
                     }
                 }
                 // An outcome has no place for trailers, and a replay without them would be another response.
                 Err(frame) => {
                     let trailers = frame.into_trailers().ok().map(Ok);
-                    return Kept::Withheld(Withheld::Streamed, ResponseBody::partly(read, trailers, body));
+                    return Kept::Withheld(Withheld::Streamed, ResponseBody::partly(read.whole(), trailers, body));
                 }
             },
             Some(Err(error)) => {
-                return Kept::Withheld(Withheld::Unserializable, ResponseBody::partly(read, Some(Err(error)), body));
+                return Kept::Withheld(
+                    Withheld::Unserializable,
+                    ResponseBody::partly(read.whole(), Some(Err(error)), body),
+                );
             }
         }
     }

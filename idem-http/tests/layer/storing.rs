@@ -197,7 +197,12 @@ async fn a_stream_is_passed_through_and_withheld() {
         // It has not ended, and the record says so already.
         send(&router, request("/", "k", "")).await.assert_refused(Reason::Withheld, 410);
         let mut body = first.into_body();
-        assert_eq!((next(&mut body).await, next(&mut body).await), (Bytes::from("one"), Bytes::from("two")));
+        if patient {
+            // What had come by then is one piece.
+            assert_eq!(next(&mut body).await, "onetwo");
+        } else {
+            assert_eq!((next(&mut body).await, next(&mut body).await), (Bytes::from("one"), Bytes::from("two")));
+        }
         assert_eq!(runs.count(), 1);
     }
 }
@@ -213,6 +218,8 @@ async fn an_endless_body_ends_at_the_limit() {
     };
     let (router, _) = service(&limited(1_000), respond);
     let mut body = router.clone().oneshot(request("/", "k", "")).await.unwrap().into_body();
+    let limit = next(&mut body).await;
+    assert!((1_000..1_010).contains(&limit.len()), "{} bytes were held", limit.len());
     for _ in 0..1_000 {
         assert_eq!(next(&mut body).await, "more");
     }
