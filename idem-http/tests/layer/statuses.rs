@@ -26,7 +26,7 @@ impl RequestScope for Known {
 /// Every reason, brought about by requests alone.
 async fn provoke(reason: Reason, set: impl Fn(IdempotencyLayer) -> IdempotencyLayer) -> Answer {
     let store = Arc::new(Frail::default());
-    let builder = Executor::builder(Arc::clone(&store)).lease(Duration::from_millis(40)).on_panic(OnPanic::Abandon);
+    let builder = Executor::builder(Arc::clone(&store)).lease(Duration::from_millis(400)).on_panic(OnPanic::Abandon);
     let builder = match reason {
         Reason::Abandoned => builder.on_abandoned(Recovery::Refuse),
         Reason::OutcomeUnknown => {
@@ -72,7 +72,7 @@ async fn provoke(reason: Reason, set: impl Fn(IdempotencyLayer) -> IdempotencyLa
         }
         Reason::Abandoned | Reason::OutcomeUnknown => {
             send(&router, request("/?panics", "k", "")).await;
-            tokio::time::sleep(Duration::from_millis(60)).await;
+            tokio::time::sleep(Duration::from_millis(450)).await;
             send(&router, request("/?panics", "k", "")).await
         }
         Reason::Withheld => {
