@@ -179,3 +179,29 @@ async fn each_route_has_its_own() {
     let send_to = async |uri: &str| send(&router, Request::post(uri).body(Body::empty()).unwrap()).await.status;
     assert_eq!([send_to("/charges").await, send_to("/notes").await, send_to("/search").await], [400, 200, 200]);
 }
+
+proptest::proptest! {
+    /// Whatever the header holds, the request is processed once or refused.
+    #[test]
+    fn no_header_breaks_the_layer(
+        lines in proptest::collection::vec(proptest::collection::vec(proptest::arbitrary::any::<u8>(), 0..40), 1..3),
+        quoted in "\"[a\\\\\", ;é]{0,8}\"?[;a=1]{0,3}",
+    ) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            for lines in [lines, vec![quoted.into_bytes()]] {
+                let (router, runs) = service(&layer(), |run| run.to_string());
+                let mut request = Request::post("/").body(Body::empty()).unwrap();
+                for line in &lines {
+                    // What HTTP itself does not bear never comes here.
+                    if let Ok(value) = http::HeaderValue::from_bytes(line) {
+                        request.headers_mut().append("idempotency-key", value);
+                    }
+                }
+                let answer = send(&router, request).await;
+                let found = (answer.status, runs.count());
+                assert!(found == (200, 1) || found == (400, 0), "{found:?}: {lines:?}");
+            }
+        });
+    }
+}
