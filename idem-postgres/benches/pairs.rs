@@ -6,6 +6,8 @@
 //! - *by hand*, through the same pool: what a team would write, one `INSERT … ON CONFLICT` and one `UPDATE` for each
 //!   request, on one plain table;
 //! - *unprepared*: the store as it works through pgbouncer in transaction mode, without the pooler itself;
+//! - *many*: `reserve_many` and `complete_many` of 512 by as many callers as the store has statements: what its functions and
+//!   the driver make without the queue;
 //! - *pgbench*, where it is installed: the same SQL functions, called by the server's own load generator in batches of 512
 //!   that lie ready in a table, so that it has next to nothing to do itself.
 //!
@@ -17,8 +19,9 @@ mod load;
 
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use idem_core::{Key, KeyStore, Outcome, Reservation, Reserve};
 use idem_postgres::sqlx::postgres::{PgPool, PgPoolOptions};
 use idem_postgres::sqlx::{self, AssertSqlSafe};
 use idem_postgres::{Config, PostgresStore};
@@ -96,10 +99,44 @@ async fn main() {
         );
         fastest = fastest.max(idem.rate());
     }
+    let many = by_many(&store, time).await;
+    println!("{:>8} {:>10} {many:>10.0}   idem's best is {:.2} of it", "", "many", fastest / many);
     match by_pgbench(&pool, &url, time).await {
         Ok(rate) => println!("{:>8} {:>10} {rate:>10.0}   idem's best is {:.2} of it", "", "pgbench", fastest / rate),
         Err(reason) => println!("{:>8} {:>10} not measured: {reason}", "", "pgbench"),
     }
+}
+
+/// Pairs a second of callers that gather for themselves.
+async fn by_many(store: &Arc<PostgresStore>, time: Duration) -> f64 {
+    let begun = Instant::now();
+    let tasks: Vec<_> = (0..4)
+        .map(|_| {
+            let store = store.clone();
+            tokio::spawn(async move {
+                let mut pairs = 0;
+                while begun.elapsed() < time {
+                    let requests: Vec<_> =
+                        (0..BATCH).map(|_| Reserve::new(Key::new("bench", &id(load::next())).unwrap())).collect();
+                    let mut completes = Vec::with_capacity(requests.len());
+                    for answer in store.reserve_many(&requests).await {
+                        let Reservation::Acquired(lease) = answer.unwrap() else { panic!("not new") };
+                        completes.push((lease, Outcome::new(201, &BODY[..])));
+                    }
+                    for answer in store.complete_many(&completes).await {
+                        answer.unwrap();
+                        pairs += 1;
+                    }
+                }
+                pairs
+            })
+        })
+        .collect();
+    let mut pairs = 0;
+    for task in tasks {
+        pairs += task.await.unwrap();
+    }
+    f64::from(pairs) / begun.elapsed().as_secs_f64()
 }
 
 /// Pairs a second that pgbench makes with the same functions, by as many connections as the store uses.
