@@ -28,7 +28,7 @@ use tokio::time::{Instant, timeout_at};
 use crate::calls::PATIENCE;
 use crate::config::Batching;
 use crate::connections::Connections;
-use crate::error::STORE;
+use crate::error::{STORE, too_late};
 
 /// How a kind of call is sent.
 #[async_trait]
@@ -123,10 +123,7 @@ impl<S: Batched> Batcher<S> {
         let deadline = Instant::now() + self.work.call_timeout;
         let answer = match self.alone(&call) {
             // Sent from here, without a way through another task.
-            Some(_permit) => {
-                let answers = self.work.statement(slice::from_ref(&call), None, deadline).await;
-                answers.and_then(|mut answers| answers.pop().unwrap_or_else(|| Err(missing::<S>(&call))))
-            }
+            Some(_permit) => self.work.one(&call, deadline).await,
             None => self.enqueue(call.clone(), deadline).await,
         };
         match answer {
@@ -326,18 +323,14 @@ impl<S: Batched> Work<S> {
             Some(connection) => connection,
             None => self.connections.acquire(deadline, operation).await?,
         };
-        match timeout_at(deadline, self.sender.send(&mut connection, calls)).await {
-            Ok(Ok(answers)) => {
-                self.connections.keep(connection);
-                Ok(answers)
-            }
-            Ok(Err(error)) => Err(error),
-            Err(_) => {
-                // What the server does with it is unknown; the connection is closed, and not given to another call.
-                drop(connection.detach());
-                Err(StoreError::new(ErrorKind::Timeout, STORE, operation))
-            }
-        }
+        let answers = timeout_at(deadline, self.sender.send(&mut connection, calls)).await;
+        self.connections.after(connection, operation, answers)
+    }
+
+    /// Sends one call as a statement of its own.
+    async fn one(&self, call: &S::Call, deadline: Instant) -> Result<S::Answer, StoreError> {
+        let mut answers = self.statement(slice::from_ref(call), None, deadline).await?;
+        answers.pop().unwrap_or_else(|| Err(missing::<S>(call)))
     }
 
     /// Sends a call again and again whose key is held by somebody's transaction, by itself, for as long as a call may take.
@@ -358,10 +351,9 @@ impl<S: Batched> Work<S> {
                 return Err(error);
             }
             // The server waits for the transaction, a while.
-            match self.statement(slice::from_ref(&call), None, deadline).await {
-                Ok(mut answers) => return answers.pop().unwrap_or_else(|| Err(missing::<S>(&call))),
+            match self.one(&call, deadline).await {
                 Err(again) if again.kind() == ErrorKind::Conflict => error = again,
-                Err(other) => return Err(other),
+                answer => return answer,
             }
         }
     }
@@ -431,11 +423,6 @@ fn parts<'a, S: Batched>(calls: &'a [S::Call], error: &StoreError) -> Option<Vec
         // Trouble of the connection or the server, which each would meet again, one after the other.
         _ => None,
     }
-}
-
-/// Time was over before the call was sent.
-fn too_late(operation: Operation) -> StoreError {
-    StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(ErrorClass::Retryable)
 }
 
 /// A transaction holds the key.

@@ -7,14 +7,15 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use idem_core::{ErrorClass, ErrorKind, Operation, StoreError};
+use idem_core::{ErrorKind, Operation, StoreError};
 use sqlx::pool::PoolConnection;
 use sqlx::{PgPool, Postgres};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
+use tokio::time::error::Elapsed;
 use tokio::time::{Instant, sleep, timeout_at};
 
-use crate::error::{STORE, Stage, store_error};
+use crate::error::{STORE, Stage, store_error, too_late};
 
 const MOMENT: Duration = Duration::from_millis(100);
 
@@ -47,12 +48,33 @@ impl Connections {
         }
         match timeout_at(deadline, self.pool.acquire()).await {
             Ok(connection) => connection.map_err(|error| store_error(error, Stage::Acquire, operation)),
-            Err(_) => Err(StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(ErrorClass::Retryable)),
+            Err(_) => Err(too_late(operation)),
+        }
+    }
+
+    /// What a call on the connection comes to, and what becomes of the connection: one that has answered is kept.
+    pub(crate) fn after<T>(
+        self: &Arc<Self>,
+        connection: PoolConnection<Postgres>,
+        operation: Operation,
+        answer: Result<Result<T, StoreError>, Elapsed>,
+    ) -> Result<T, StoreError> {
+        match answer {
+            Ok(Ok(answer)) => {
+                self.keep(connection);
+                Ok(answer)
+            }
+            Ok(Err(error)) => Err(error),
+            Err(_) => {
+                // What the server does with it is unknown; the connection is closed, and not given to another call.
+                drop(connection.detach());
+                Err(StoreError::new(ErrorKind::Timeout, STORE, operation))
+            }
         }
     }
 
     /// Keeps a connection that is idle and has just answered.
-    pub(crate) fn keep(self: &Arc<Self>, connection: PoolConnection<Postgres>) {
+    fn keep(self: &Arc<Self>, connection: PoolConnection<Postgres>) {
         if self.is_wanted() {
             return drop(connection);
         }

@@ -156,6 +156,11 @@ pub(crate) fn own_error(error: PostgresError, operation: Operation) -> StoreErro
     StoreError::new(kind, STORE, operation).with_source(error)
 }
 
+/// Time was over before the call was sent.
+pub(crate) fn too_late(operation: Operation) -> StoreError {
+    StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(ErrorClass::Retryable)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -97,8 +97,8 @@ impl PostgresStore {
     ///
     /// Callers hardly notice. The change of day waits at most 100 ms for transactions that have written, and gives up
     /// until the next round where that is not enough; it is not tried while one is open that is older than a second. So a
-    /// transaction that the user holds open delays the change of day and nobody else. A partition is detached when no transaction of more than a second uses the table; callers do not wait for
-    /// that.
+    /// transaction that the user holds open delays the change of day and nobody else. A partition is detached when no
+    /// transaction of more than a second uses the table; callers do not wait for that.
     ///
     /// # Errors
     /// The store's own trouble; the next round goes on.
@@ -238,16 +238,12 @@ impl Round<'_> {
     /// it is not tried while there is one that it would wait for in vain.
     async fn day(&mut self) -> Result<Day, sqlx::Error> {
         let (schema, lock) = (&self.schema, self.lock.cast_unsigned());
-        let sql = format!(
-            "SELECT e.day < {schema}.today(), EXISTS (\
-                 SELECT FROM pg_catalog.pg_locks l LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid \
-                 WHERE l.locktype = 'advisory' AND l.classid = {} AND l.objid = {} AND l.objsubid = 1 AND l.granted \
-                 AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database()) \
-                 AND (l.pid IS NULL OR a.xact_start < clock_timestamp() - interval '{OLD}')) \
-             FROM {schema}.epoch e",
+        let held = held_for_long(&format!(
+            "l.locktype = 'advisory' AND l.classid = {} AND l.objid = {} AND l.objsubid = 1",
             lock >> 32,
             lock & u64::from(u32::MAX),
-        );
+        ));
+        let sql = format!("SELECT e.day < {schema}.today(), {held} FROM {schema}.epoch e");
         let row = self.ask(sql).await?.ok_or(sqlx::Error::RowNotFound)?;
         Ok(match (row.try_get(0)?, row.try_get(1)?) {
             (false, _) => Day::Lasts,
@@ -299,14 +295,8 @@ impl Round<'_> {
 
     /// Whether a transaction uses the table that has lasted for a while, or one that was prepared for a two-phase commit.
     async fn in_use(&mut self) -> Result<bool, sqlx::Error> {
-        let sql = format!(
-            "SELECT EXISTS (\
-                 SELECT FROM pg_catalog.pg_locks l LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid \
-                 WHERE l.locktype = 'relation' AND l.relation = '{}.records'::regclass AND l.granted \
-                 AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database()) \
-                 AND (l.pid IS NULL OR a.xact_start < clock_timestamp() - interval '{OLD}'))",
-            self.schema
-        );
+        let of_the_table = format!("l.locktype = 'relation' AND l.relation = '{}.records'::regclass", self.schema);
+        let sql = format!("SELECT {}", held_for_long(&of_the_table));
         self.ask(sql).await?.ok_or(sqlx::Error::RowNotFound)?.try_get(0)
     }
 
@@ -326,6 +316,16 @@ impl Round<'_> {
         };
         done.map(|_| true)
     }
+}
+
+/// Whether a transaction that is older than [`OLD`], or was prepared for a two-phase commit, holds such a lock.
+fn held_for_long(lock: &str) -> String {
+    format!(
+        "EXISTS (SELECT FROM pg_catalog.pg_locks l LEFT JOIN pg_catalog.pg_stat_activity a ON a.pid = l.pid \
+         WHERE {lock} AND l.granted \
+         AND l.database = (SELECT d.oid FROM pg_catalog.pg_database d WHERE d.datname = current_database()) \
+         AND (l.pid IS NULL OR a.xact_start < clock_timestamp() - interval '{OLD}'))"
+    )
 }
 
 /// lock_not_available

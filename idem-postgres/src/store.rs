@@ -170,18 +170,8 @@ impl KeyStore for PostgresStore {
     async fn fetch(&self, key: &Key) -> Result<Option<Record>, StoreError> {
         let deadline = Instant::now() + self.config.call_timeout;
         let mut connection = self.connections.acquire(deadline, Operation::Fetch).await?;
-        match timeout_at(deadline, self.statements.fetch(&mut *connection, key)).await {
-            Ok(answer) => {
-                if answer.is_ok() {
-                    self.connections.keep(connection);
-                }
-                answer
-            }
-            Err(_) => {
-                drop(connection.detach());
-                Err(StoreError::new(idem_core::ErrorKind::Timeout, STORE, Operation::Fetch))
-            }
-        }
+        let answer = timeout_at(deadline, self.statements.fetch(&mut *connection, key)).await;
+        self.connections.after(connection, Operation::Fetch, answer)
     }
 
     async fn purge_expired(&self, _budget: PurgeBudget) -> Result<Purged, StoreError> {
