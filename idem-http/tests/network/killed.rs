@@ -113,7 +113,7 @@ pub(crate) async fn killed() {
         ("refuse", 500, false, "urn:idem:problem:abandoned"),
         ("ask", 201, true, "found"),
     ] {
-        let schema = crate::fresh_schema();
+        let schema = crate::backend::fresh_schema();
         let server = Server::start(policy, &schema);
         let client = tokio::spawn(server.charge(60_000));
         server.until_it_runs().await;
@@ -143,7 +143,7 @@ pub(crate) async fn killed() {
 
 /// SIGTERM: no new request, and the handler whose client has gone is finished and stored.
 pub(crate) async fn stopped() {
-    let schema = crate::fresh_schema();
+    let schema = crate::backend::fresh_schema();
     let mut server = Server::start("refuse", &schema);
     let client = tokio::spawn(server.charge(700));
     server.until_it_runs().await;
