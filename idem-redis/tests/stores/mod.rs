@@ -82,15 +82,19 @@ pub(crate) fn fresh_config() -> Config {
 }
 
 /// A caller that repeats what was not answered, as the contract says.
-pub(crate) async fn persist<T, F: Future<Output = Result<T, StoreError>>>(call: impl Fn() -> F) -> T {
-    let begun = std::time::Instant::now();
-    loop {
-        match call().await {
-            Ok(answer) => return answer,
-            Err(error) => {
-                assert_ne!(error.class(), ErrorClass::Permanent, "{error:?}");
-                assert!(begun.elapsed() < Duration::from_secs(60), "no answer in a minute: {error:?}");
-                tokio::time::sleep(Duration::from_millis(20)).await;
+#[track_caller]
+pub(crate) fn persist<T, F: Future<Output = Result<T, StoreError>>>(call: impl Fn() -> F) -> impl Future<Output = T> {
+    let asked = std::panic::Location::caller();
+    async move {
+        let begun = std::time::Instant::now();
+        loop {
+            match call().await {
+                Ok(answer) => return answer,
+                Err(error) => {
+                    assert_ne!(error.class(), ErrorClass::Permanent, "{asked}: {error:?}");
+                    assert!(begun.elapsed() < Duration::from_secs(60), "{asked}: no answer in a minute: {error:?}");
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
             }
         }
     }
