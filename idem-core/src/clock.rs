@@ -40,6 +40,17 @@ impl Clock for MonotonicClock {
     }
 }
 
+/// The machine's wall clock as it is. It jumps when somebody sets it, and it is the only one that several machines can keep
+/// together.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct SystemClock;
+
+impl Clock for SystemClock {
+    fn now(&self) -> SystemTime {
+        SystemTime::now()
+    }
+}
+
 /// A clock that moves only when told to, for tests.
 #[derive(Debug)]
 pub struct ManualClock(Mutex<SystemTime>);
