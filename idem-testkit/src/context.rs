@@ -12,7 +12,7 @@ use idem_core::{
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-use crate::harness::{Fixture, Scale, Time};
+use crate::harness::{Abilities, Fixture, Scale, Time};
 use crate::probe::{Log, Probe};
 use crate::verdict::{Failed, Verdict, ensure, ensure_is};
 
@@ -25,6 +25,8 @@ pub(crate) struct Ctx {
     pub(crate) seed: u64,
     pub(crate) time: Time,
     pub(crate) scale: Scale,
+    /// How late deadlines may come.
+    pub(crate) late: Duration,
     watch: Watch,
 }
 
@@ -48,7 +50,8 @@ impl Watch {
 }
 
 impl Ctx {
-    pub(crate) fn new(fixture: Box<dyn Fixture>, log: Arc<Log>, seed: u64, time: Time, twice: bool) -> Self {
+    pub(crate) fn new(fixture: Box<dyn Fixture>, log: Arc<Log>, seed: u64, abilities: Abilities, twice: bool) -> Self {
+        let Abilities { time, late, .. } = abilities;
         let store = Arc::new(Probe { store: fixture.store(), log: log.clone(), twice });
         Self {
             fixture,
@@ -57,6 +60,7 @@ impl Ctx {
             seed,
             time,
             scale: time.scale(),
+            late,
             watch: Watch { time, moved: Arc::default(), start: Instant::now() },
         }
     }
@@ -104,7 +108,7 @@ impl Ctx {
             Time::Real => by + Duration::from_millis(30),
             Time::Shifted => by + Duration::from_millis(1),
         };
-        self.pass((since + edge).saturating_sub(self.now())).await
+        self.pass((since + edge + self.late).saturating_sub(self.now())).await
     }
 
     #[expect(clippy::unused_self, reason = "a key of this case, as everything else that it works with")]

@@ -82,6 +82,9 @@ pub struct Abilities {
     pub disturb: bool,
     /// Whether [`Fixture::garble`] works.
     pub garble: bool,
+    /// How late deadlines may come: the margin of a store without a clock of its own (rule R10), beyond which a lease or a
+    /// retention has to be over. Never early.
+    pub late: Duration,
 }
 
 impl Abilities {
@@ -101,6 +104,12 @@ impl Abilities {
     #[must_use]
     pub fn with_disturb(self) -> Self {
         Self { disturb: true, ..self }
+    }
+
+    /// With deadlines that come late by so much at most.
+    #[must_use]
+    pub fn with_late(self, late: Duration) -> Self {
+        Self { late, ..self }
     }
 
     /// With a working [`Fixture::garble`].

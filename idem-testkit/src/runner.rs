@@ -215,7 +215,7 @@ fn attempt(
         let log = Log::new();
         let verdict = runtime.block_on(async {
             let fixture = harness.build().await.map_err(Failed::from)?;
-            let ctx = Ctx::new(fixture, log.clone(), seed, harness.abilities().time, twice);
+            let ctx = Ctx::new(fixture, log.clone(), seed, harness.abilities(), twice);
             tokio::time::timeout(limit, body(&ctx))
                 .await
                 .unwrap_or_else(|_| Err(Failed::Broken(format!("it hangs: not done after {limit:?}"))))

@@ -8,10 +8,12 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
+mod fdb;
 mod pgbouncer;
 mod postgres;
 mod redis;
 
+pub use fdb::{FdbCluster, FdbPrograms};
 pub use pgbouncer::PgBouncer;
 pub use postgres::PostgresServer;
 pub use redis::{RedisCluster, RedisFailover, RedisServer, Reply};

@@ -162,7 +162,8 @@ async fn r09_times_of_a_record_are_in_order(ctx: &Ctx) -> Verdict {
             record.created_at <= record.started_at && record.started_at <= record.updated_at,
             "times out of order: {record:?}"
         );
-        ensure!(record.expires_in() <= ctx.scale.retention, "a record lives longer than its retention: {record:?}");
+        let longest = ctx.scale.retention + ctx.late;
+        ensure!(record.expires_in() <= longest, "a record lives longer than its retention: {record:?}");
         ensure!(!record.expires_in().is_zero(), "a live record says that it has no time left: {record:?}");
     }
     Ok(())

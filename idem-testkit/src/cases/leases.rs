@@ -78,7 +78,7 @@ async fn r05_retry_after_is_what_is_left_of_the_lease(ctx: &Ctx) -> Verdict {
     ensure!(!first.is_zero() && first <= ctx.scale.lease, "retry_after must lie in (0, lease]: {first:?}");
     ensure!(!second.is_zero() && second <= ctx.scale.lease, "retry_after must lie in (0, lease]: {second:?}");
     // Stores count in their own units: a millisecond more or less is none.
-    let most = first.saturating_sub(ctx.scale.lease / 4) + Duration::from_millis(1);
+    let most = first.saturating_sub(ctx.scale.lease / 4) + ctx.late + Duration::from_millis(1);
     ensure!(second <= most, "retry_after must shrink as time passes: {first:?}, then {second:?}");
     Ok(())
 }
