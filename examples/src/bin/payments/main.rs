@@ -51,7 +51,8 @@ struct Arguments {
     /// Where to listen; port 0 takes a free one.
     #[arg(long, default_value = "127.0.0.1:8080")]
     listen: SocketAddr,
-    /// Where the idempotency keys are kept: memory, or a URL: postgres://user@host/database, redis://host.
+    /// Where the idempotency keys are kept: memory, a URL (postgres://user@host/database, redis://host), or the cluster file of
+    /// a FoundationDB (fdb:/etc/foundationdb/fdb.cluster), for which the feature `fdb` has to be built in.
     #[arg(long, default_value = "memory")]
     store: String,
     /// Keep charges and balances in the database of the keys, and commit all three together. Needs a postgres store.
@@ -97,6 +98,17 @@ async fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
+/// Needs the client library to link, so only where that is asked for.
+#[cfg(feature = "fdb")]
+async fn foundationdb(file: &str) -> Result<Arc<dyn KeyStore>, Box<dyn Error>> {
+    Ok(Arc::new(idem_fdb::FdbStore::open(Some(file.as_ref()), idem_fdb::Config::default()).await?))
+}
+
+#[cfg(not(feature = "fdb"))]
+async fn foundationdb(_: &str) -> Result<Arc<dyn KeyStore>, Box<dyn Error>> {
+    Err("this was built without FoundationDB: cargo run -p idem-examples --features fdb --bin payments".into())
+}
+
 /// Where the keys are kept, and what keeps it going.
 struct Store {
     keys: Arc<dyn KeyStore>,
@@ -118,8 +130,11 @@ impl Store {
             let store = RedisStore::connect(name, idem_redis::Config::default()).await?;
             return Ok(Self { keys: Arc::new(store), postgres: None, _maintenance: None });
         }
+        if let Some(file) = name.strip_prefix("fdb:") {
+            return Ok(Self { keys: foundationdb(file).await?, postgres: None, _maintenance: None });
+        }
         // Not the name itself: it may hold a password.
-        Err("there is no such store: say memory, postgres://…, or redis://…".into())
+        Err("there is no such store: say memory, postgres://…, redis://…, or fdb:PATH".into())
     }
 
     /// In words, without a password.
