@@ -41,5 +41,5 @@ fn the_demo_runs_to_its_end_again_and_again() {
 fn a_cluster_file_that_is_not_there_is_told() {
     let (success, text, errors) = demo(Path::new("/nowhere/fdb.cluster"));
     assert!(!success, "{text}");
-    assert!(errors.contains("the store is not set up for this"), "{errors}");
+    assert!(errors.contains("Misconfigured"), "{errors}");
 }

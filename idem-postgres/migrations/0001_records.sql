@@ -232,6 +232,19 @@ DECLARE
     r {schema}.records;
     was date;
 BEGIN
+    -- What changes nothing takes no lock: a lock takes a transaction id, whose commit waits for the disk.
+    SELECT * INTO r FROM {schema}.records o WHERE o.scope = v_scope AND o.id = v_id;
+    IF FOUND AND r.expires_at > v_now THEN
+        IF r.fingerprint <> v_fingerprint THEN
+            RETURN (v_place, 'mismatch', v_now, NULL)::{schema}.answer;
+        END IF;
+        IF r.state = 'completed' THEN
+            RETURN (v_place, 'completed', v_now, r)::{schema}.answer;
+        END IF;
+        IF r.state = 'in progress' AND r.token <> v_token AND r.lease_until > v_now THEN
+            RETURN (v_place, 'in progress', v_now, r)::{schema}.answer;
+        END IF;
+    END IF;
     LOOP
         SELECT * INTO r FROM {schema}.records o WHERE o.scope = v_scope AND o.id = v_id FOR UPDATE;
         EXIT WHEN FOUND;

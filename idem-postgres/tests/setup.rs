@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use idem_core::{ErrorClass, ErrorKind, Key, KeyStore, Lease, Outcome, Reservation, Reserve, StoreError};
+use idem_core::{ErrorClass, ErrorKind, Fingerprint, Key, KeyStore, Lease, Outcome, Reservation, Reserve, StoreError};
 use idem_postgres::sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use idem_postgres::sqlx::{self, AssertSqlSafe, PgPool};
 use idem_postgres::{Batching, Config, PostgresError, PostgresStore, Schema};
@@ -25,6 +25,7 @@ stores::tests! {
     nothing_acknowledged_is_lost_when_the_server_crashes_under_load,
     a_key_can_be_looked_up_in_psql,
     overlapping_batches_in_opposite_orders_never_deadlock,
+    an_answer_that_changes_nothing_waits_for_no_disk,
 }
 
 async fn sql(pool: &PgPool, text: String) {
@@ -250,4 +251,35 @@ async fn overlapping_batches_in_opposite_orders_never_deadlock() {
     }
     let rounds: usize = workers.join_all().await.into_iter().sum();
     assert!(rounds > 20, "only {rounds} rounds");
+}
+
+/// A call that takes a lock on a row has a transaction id, and its commit is written to the log and waited for.
+async fn an_answer_that_changes_nothing_waits_for_no_disk() {
+    // Nobody else uses it. Autovacuum has transactions of its own.
+    let server = PostgresServer::start(&[("autovacuum", "off")]).unwrap();
+    let store = PostgresStore::connect_and_migrate(&server.url(), Config::default()).await.unwrap();
+    let next = async || -> String {
+        let next = sqlx::query_scalar("SELECT pg_snapshot_xmax(pg_current_snapshot())::text");
+        next.fetch_one(store.pool()).await.unwrap()
+    };
+    let request = |id: &str| Reserve::new(Key::new("still", id).unwrap());
+    let print = |text: &str| Fingerprint::of(text);
+    let hold = async |id: &str| match store.reserve(&request(id).with_fingerprint(print("a"))).await.unwrap() {
+        Reservation::Acquired(lease) => lease,
+        answer => panic!("{answer:?}"),
+    };
+    hold("held").await;
+    let lease = hold("done").await;
+    store.complete(&lease, &Outcome::new(200, "done")).await.unwrap();
+    let before = next().await;
+    for _ in 0..10 {
+        assert!(matches!(store.reserve(&request("done")).await.unwrap(), Reservation::Completed(_)));
+        assert!(matches!(store.reserve(&request("held")).await.unwrap(), Reservation::InProgress { .. }));
+        for id in ["held", "done"] {
+            let other = request(id).with_fingerprint(print("b"));
+            assert!(matches!(store.reserve(&other).await.unwrap(), Reservation::Mismatch));
+        }
+        assert!(store.fetch(&lease.key).await.unwrap().is_some());
+    }
+    assert_eq!(next().await, before, "transactions with an id");
 }
