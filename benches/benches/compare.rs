@@ -1,0 +1,194 @@
+//! The same workloads on every backend that is present, and on the floor beside it: `cargo bench -p idem-benches --bench
+//! compare`. `IDEM_BENCH_BACKENDS=redis,memory` chooses backends; criterion's own arguments choose among the benchmarks.
+#![allow(clippy::print_stdout, missing_docs, reason = "a program for the terminal")]
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, SamplingMode};
+use idem_benches::backends::{BACKENDS, Kind};
+use idem_benches::servers::{Absent, Servers};
+use idem_benches::subject::{Store, Subject};
+use idem_benches::workloads::{WORKLOADS, Workload};
+use idem_benches::{Failed, floors, is_smoke};
+use tokio::runtime::Runtime;
+
+/// Samples of each figure: the fewest that criterion takes.
+const SAMPLES: usize = 10;
+
+/// The median time of an iteration by subject and workload.
+#[derive(Default)]
+struct Figures(HashMap<(String, &'static str), Duration>);
+
+fn main() -> ExitCode {
+    let criterion = Criterion::default()
+        .sample_size(SAMPLES)
+        .warm_up_time(Duration::from_millis(200))
+        .measurement_time(Duration::from_millis(900))
+        .configure_from_args();
+    match compare(criterion) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            println!("failed: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn compare(mut criterion: Criterion) -> Result<(), Failed> {
+    let begun = Instant::now();
+    let chosen = std::env::var("IDEM_BENCH_BACKENDS").ok();
+    let is_chosen = |name: &str| chosen.as_ref().is_none_or(|list| list.split(',').any(|one| one.trim() == name));
+    if let Some(unknown) = chosen
+        .iter()
+        .flat_map(|list| list.split(','))
+        .find(|name| BACKENDS.iter().all(|backend| backend.name != name.trim()))
+    {
+        return Err(format!("IDEM_BENCH_BACKENDS: no backend {unknown:?}").into());
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let servers = Servers::default();
+    let (mut figures, mut lines, mut floors) = (Figures::default(), Vec::new(), HashMap::new());
+    for backend in BACKENDS.iter().filter(|backend| is_chosen(backend.name)) {
+        let opened = match runtime.block_on(backend.open(&servers))? {
+            Ok(opened) => opened,
+            Err(absent) => {
+                lines.push((backend, Err(absent)));
+                continue;
+            }
+        };
+        let floor = floor_of(backend.kind);
+        if !floors.contains_key(floor) {
+            let beside = runtime.block_on(floors::beside(backend.kind, &servers))?;
+            measure(&mut criterion, &runtime, floor, &beside.subject, &mut figures)?;
+            floors.insert(floor, beside.name);
+        }
+        let subject: Arc<dyn Subject> = Arc::new(Store::new(opened.store.clone()));
+        measure(&mut criterion, &runtime, backend.name, &subject, &mut figures)?;
+        lines.push((backend, Ok(opened.durability.clone())));
+        runtime.block_on(opened.close())?;
+    }
+    criterion.final_summary();
+    if !is_smoke() {
+        figures.show(
+            &lines
+                .iter()
+                .filter(|line| line.1.is_ok())
+                .map(|line| (line.0.name, floor_of(line.0.kind)))
+                .collect::<Vec<_>>(),
+        );
+    }
+    println!();
+    for (name, what) in &floors {
+        println!("{name}: {what}");
+    }
+    for (backend, state) in &lines {
+        match state {
+            Ok(durability) => println!("{}: what a crash loses: {durability}", backend.name),
+            Err(Absent { server, reason }) => println!("{}: absent: no {server}: {reason}", backend.name),
+        }
+    }
+    println!("{:.0?} in all", begun.elapsed());
+    Ok(())
+}
+
+/// The name of the floor beside a backend.
+fn floor_of(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Memory => "floor-memory",
+        Kind::Postgres | Kind::PostgresUnbatched => "floor-postgres",
+        Kind::Redis => "floor-redis",
+        Kind::RedisCluster => "floor-redis-cluster",
+    }
+}
+
+fn measure(
+    criterion: &mut Criterion,
+    runtime: &Runtime,
+    name: &str,
+    subject: &Arc<dyn Subject>,
+    figures: &mut Figures,
+) -> Result<(), Failed> {
+    let mut group = criterion.benchmark_group(name);
+    // Each iteration is as long as the others: no need for samples of growing length.
+    group.sampling_mode(SamplingMode::Flat);
+    for workload in WORKLOADS {
+        let wrong = |error: Failed| -> Failed { format!("{name}, {}: {error}", workload.name).into() };
+        let Some(prepared) = runtime.block_on(workload.prepare(subject.clone())).map_err(wrong)? else { continue };
+        // What went wrong in the closure, which cannot return it.
+        let (failed, samples) = (RefCell::new(None), RefCell::new(Vec::new()));
+        group.bench_function(workload.name, |bencher| {
+            bencher.iter_custom(|iterations| match runtime.block_on(prepared.time(iterations)) {
+                Ok(Some(time)) => {
+                    samples.borrow_mut().push(time / u32::try_from(iterations).unwrap_or(u32::MAX));
+                    time
+                }
+                result => {
+                    *failed.borrow_mut() = result.err();
+                    Duration::from_millis(1)
+                }
+            });
+        });
+        if let Some(error) = failed.into_inner() {
+            return Err(wrong(error));
+        }
+        // The last ones; those before were to warm up.
+        let samples = samples.into_inner();
+        let mut last: Vec<Duration> = samples.iter().rev().take(SAMPLES).copied().collect();
+        last.sort_unstable();
+        if let Some(median) = last.get(last.len() / 2) {
+            figures.0.insert((name.to_owned(), workload.name), *median);
+        }
+    }
+    group.finish();
+    Ok(())
+}
+
+impl Figures {
+    fn of(&self, name: &str, workload: &Workload) -> Option<Duration> {
+        self.0.get(&(name.to_owned(), workload.name)).copied()
+    }
+
+    /// Ratios first: how many times as long as the floor; then the times.
+    fn show(&self, subjects: &[(&str, &str)]) {
+        println!("\nTime of each backend as a multiple of its floor's (below 1: faster than by hand)\n");
+        header();
+        for (name, floor) in subjects {
+            row(name, |workload| {
+                Some(self.of(name, workload)?.as_secs_f64() / self.of(floor, workload)?.as_secs_f64())
+            });
+        }
+        println!("\nMedian time in microseconds\n");
+        header();
+        let mut shown = Vec::new();
+        for (name, floor) in subjects {
+            for one in [floor, name] {
+                if !shown.contains(one) {
+                    row(one, |workload| Some(self.of(one, workload)?.as_secs_f64() * 1e6));
+                    shown.push(*one);
+                }
+            }
+        }
+    }
+}
+
+fn header() {
+    let names: Vec<&str> = WORKLOADS.iter().map(|workload| workload.name).collect();
+    println!("| | {} |\n|---|{}", names.join(" | "), "---:|".repeat(names.len()));
+}
+
+fn row(name: &str, figure: impl Fn(&Workload) -> Option<f64>) {
+    let cells: Vec<String> = WORKLOADS
+        .iter()
+        .map(|workload| match figure(workload) {
+            None => "-".to_owned(),
+            Some(figure) if figure < 10.0 => format!("{figure:.2}"),
+            Some(figure) if figure < 100.0 => format!("{figure:.1}"),
+            Some(figure) => format!("{figure:.0}"),
+        })
+        .collect();
+    println!("| {name} | {} |", cells.join(" | "));
+}
