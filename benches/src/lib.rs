@@ -2,6 +2,7 @@
 
 pub mod backends;
 pub mod floors;
+pub mod load;
 pub mod process;
 pub mod proxy;
 pub mod servers;

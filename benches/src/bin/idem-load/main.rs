@@ -1,0 +1,102 @@
+//! An open-loop load generator for the backends of idem: `idem-load --help`.
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
+
+mod options;
+mod picture;
+mod table;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::Parser;
+use idem_benches::Failed;
+use idem_benches::backends::Opened;
+use idem_benches::load::events::Events;
+use idem_benches::load::preload::preload;
+use idem_benches::load::report::{Report, Step};
+use idem_benches::load::run::{Plan, Progress, run};
+use idem_benches::load::sweep::sweep;
+use options::Options;
+use tokio::runtime::Runtime;
+
+fn main() -> ExitCode {
+    match load(&Options::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("idem-load: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Whether all answers were right.
+fn load(options: &Options) -> Result<bool, Failed> {
+    let mix = options.mix()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let (servers, backend) = options.store()?;
+    // Who asks for a store by name needs it, whatever IDEM_REQUIRE says.
+    let opened = runtime.block_on(backend.open(&servers))??;
+    eprintln!("{}: what a crash loses: {}", backend.name, opened.durability);
+    let first = options.plan(mix, options.rate.unwrap_or(options::FIRST_RATE), 0);
+    if options.preload > 0 {
+        fill(&runtime, &opened, &first, options.preload)?;
+    }
+    let mut number = 0;
+    let mut at = |rate: f64| {
+        number += 1;
+        eprintln!("{rate:.0} arrivals a second");
+        one(&runtime, &opened, &options.plan(mix, rate, number), options)
+    };
+    let (steps, held) = match options.limit() {
+        Some(limit) => sweep(first.rate, limit, &mut at)?,
+        None => (vec![at(first.rate)?], None),
+    };
+    let report = Report {
+        store: backend.name.to_owned(),
+        durability: opened.durability.clone(),
+        preloaded: options.preload,
+        mix,
+        limit: options.limit(),
+        held,
+        steps,
+    };
+    print!("{}", table::show(&report));
+    if let Some(file) = &options.json {
+        std::fs::write(file, serde_json::to_vec_pretty(&report)?)?;
+    }
+    if let Some(file) = &options.svg {
+        picture::draw(&report, file)?;
+    }
+    runtime.block_on(opened.close())?;
+    Ok(report.is_right())
+}
+
+fn fill(runtime: &Runtime, opened: &Opened, plan: &Plan, preloaded: u64) -> Result<(), Failed> {
+    // The keys of the run itself are not wanted here.
+    let effects = Arc::new(Plan { rate: 1.0, ..*plan }.effects());
+    let told = move |made: u64| {
+        if made.is_multiple_of(preloaded.div_ceil(10).next_multiple_of(500)) || made == preloaded {
+            eprintln!("{made} of {preloaded} records are there");
+        }
+    };
+    runtime.block_on(preload(&opened.store, &effects, told))
+}
+
+fn one(runtime: &Runtime, opened: &Opened, plan: &Plan, options: &Options) -> Result<Step, Failed> {
+    let effects = Arc::new(plan.effects());
+    let events = match options.events {
+        true => Some(runtime.block_on(Events::prepare(opened, options.old, plan.time))?),
+        false => None,
+    };
+    let mut show = |progress: &Progress| {
+        let Progress { seconds, rate, latency, under_way, refused } = progress;
+        let phase = if *seconds < 0.0 { "warming up" } else { "" };
+        eprintln!(
+            "{seconds:>6.1} s {rate:>9.0}/s  p50 {:>8.2} ms  p99 {:>8.2} ms  max {:>8.2} ms  {under_way:>6} under way  \
+             {refused} refused  {phase}",
+            latency.p50, latency.p99, latency.max
+        );
+    };
+    run(runtime.handle(), &opened.store, &effects, plan, events, &opened.processes, &mut show)
+}
