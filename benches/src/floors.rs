@@ -57,6 +57,12 @@ pub async fn beside(kind: Kind, servers: &Servers) -> Result<Floor, Failed> {
     })
 }
 
+/// The schema of Postgres' floor.
+#[must_use]
+pub fn schema() -> String {
+    format!("bench_by_hand_{}", std::process::id())
+}
+
 /// A connection that sends at once, as the store's.
 ///
 /// # Errors
@@ -187,7 +193,7 @@ const UPDATE_MANY: &str =
 
 impl Table {
     async fn open(url: &str) -> Result<Self, Failed> {
-        let schema = format!("bench_by_hand_{}", std::process::id());
+        let schema = schema();
         let pool = {
             let path = format!("SET search_path = \"{schema}\"");
             PgPoolOptions::new().max_connections(16).after_connect(move |connection, _| {

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use tokio::sync::Barrier;
 
 use crate::subject::Subject;
-use crate::{Failed, id};
+use crate::{Failed, id, is_smoke};
 
 /// Callers where many are asked for.
 const MANY: usize = 64;
@@ -103,7 +103,7 @@ impl Workload {
         let mut ids = Vec::new();
         if matches!(self.what, What::Replay { .. } | What::InFlight | What::Mismatch) {
             // A cache of megabytes holds few of the large ones.
-            let count = if size > 4_096 { REPEATED / 16 } else { REPEATED };
+            let count = if size > 4_096 || is_smoke() { REPEATED / 16 } else { REPEATED };
             for _ in 0..count {
                 let id = id(next());
                 match self.what {

@@ -1,5 +1,5 @@
 //! The benchmarks fail with a broken store, and not with a sound one.
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used, reason = "helpers of tests are tests")]
 
 use std::sync::Arc;
 use std::time::Duration;
