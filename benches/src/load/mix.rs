@@ -33,11 +33,11 @@ pub struct Mix {
 pub enum Kind {
     /// The only request of a new key: runs.
     New,
-    /// The first or the second of two requests of a new key at once.
+    /// The first or the second of two requests of a new key at once, or the retry of one of them.
     Twin,
     /// A repeat of a completed key: is replayed.
     Repeat,
-    /// A retry after a failed attempt.
+    /// The retry of the only request of its key, which has failed: runs.
     Retry,
     /// Drawn by Zipf's law: anything.
     Drawn,
@@ -56,8 +56,8 @@ pub struct Arrival {
     pub tag: u64,
 }
 
-/// Keys whose attempt has failed, to be tried again.
-pub type Retries = Arc<Mutex<Vec<u64>>>;
+/// Keys whose attempt has failed, to be tried again, and why that attempt came.
+pub type Retries = Arc<Mutex<Vec<(u64, Kind)>>>;
 
 /// Makes arrivals.
 #[derive(Debug)]
@@ -117,8 +117,8 @@ impl Source {
         }
         if self.mix.failures > 0.0 {
             let retry = self.retries.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            if let Some(number) = retry {
-                return some(number, Kind::Retry);
+            if let Some((number, kind)) = retry {
+                return some(number, if kind == Kind::New { Kind::Retry } else { kind });
             }
         }
         if let Some(zipf) = &self.zipf {

@@ -171,7 +171,7 @@ impl Shared {
                     self.effects.give_up(number);
                     deliver(|| self.store.fail(&lease, &self.failure)).await?;
                     self.failed.fetch_add(1, Ordering::Relaxed);
-                    lock(&self.retries).push(number);
+                    lock(&self.retries).push((number, kind));
                 } else {
                     let outcome = self.effects.outcome(number, tag);
                     deliver(|| self.store.complete(&lease, &outcome)).await?;

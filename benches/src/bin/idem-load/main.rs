@@ -91,10 +91,12 @@ fn one(runtime: &Runtime, opened: &Opened, plan: &Plan, options: &Options) -> Re
     };
     let mut show = |progress: &Progress| {
         let Progress { seconds, rate, latency, under_way, refused } = progress;
-        let phase = if *seconds < 0.0 { "warming up" } else { "" };
+        if *seconds < 0.0 {
+            return eprintln!("warming up: {under_way} under way, {refused} refused");
+        }
         eprintln!(
             "{seconds:>6.1} s {rate:>9.0}/s  p50 {:>8.2} ms  p99 {:>8.2} ms  max {:>8.2} ms  {under_way:>6} under way  \
-             {refused} refused  {phase}",
+             {refused} refused",
             latency.p50, latency.p99, latency.max
         );
     };

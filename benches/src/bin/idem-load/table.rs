@@ -22,7 +22,7 @@ fn write_all(text: &mut String, report: &Report) -> std::fmt::Result {
     writeln!(text, ", failures {}, outcomes of {} bytes, {} records before", mix.failures, mix.body, report.preloaded)?;
     writeln!(
         text,
-        "\n| arrivals/s | answered/s | p50 ms | p90 ms | p99 ms | p99.9 ms | max ms | refused | errors | late p99 ms | CPU s \
+        "\n| arrivals/s | answered/s | p50 ms | p90 ms | p99 ms | p99.9 ms | max ms | refused | errors | late p50, p99 ms | CPU s \
          client + server per million | {}",
         if report.limit.is_some() { "held |" } else { "" }
     )?;
@@ -32,11 +32,12 @@ fn write_all(text: &mut String, report: &Report) -> std::fmt::Result {
         let Latency { p50, p90, p99, p999, max, .. } = step.latency;
         write!(
             text,
-            "| {:.0} | {:.0} | {p50:.2} | {p90:.2} | {p99:.2} | {p999:.2} | {max:.2} | {} | {} | {:.2} | {} + {} |",
+            "| {:.0} | {:.0} | {p50:.2} | {p90:.2} | {p99:.2} | {p999:.2} | {max:.2} | {} | {} | {:.2}, {:.2} | {} + {} |",
             step.rate,
             step.achieved,
             step.refused,
             step.errors(),
+            step.late.p50,
             step.late.p99,
             per_million(step.client_cpu_seconds, step),
             per_million(step.server_cpu_seconds, step),
