@@ -17,6 +17,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use allocation_counter::AllocationInfo;
+use bytes::Bytes;
 use idem_benches::backends::{BACKENDS, Backend, Kind};
 use idem_benches::proxy::{Proxy, Traffic};
 use idem_benches::servers::{Postgres, Redis, Servers};
@@ -167,7 +168,7 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
     costs.pair = allocation_counter::measure(|| {
         results.push(runtime.block_on(async {
             for id in &ids {
-                opened.subject.run(id, &body).await?;
+                opened.subject.run(id, &Bytes::copy_from_slice(&body)).await?;
             }
             Ok::<_, Failed>(())
         }));

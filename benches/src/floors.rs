@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use bytes::Bytes;
-use idem_postgres::sqlx::postgres::{PgPool, PgPoolOptions};
-use idem_postgres::sqlx::{self, AssertSqlSafe};
+use idem_postgres::sqlx::{self, AssertSqlSafe, Connection, PgConnection};
 use idem_redis::redis::aio::{ConnectionLike, MultiplexedConnection};
 use idem_redis::redis::cluster::ClusterClient;
 use idem_redis::redis::io::tcp::TcpSettings;
 use idem_redis::redis::{Client, IntoConnectionInfo, Pipeline, cmd};
+use tokio::sync::Semaphore;
 
 use crate::Failed;
 use crate::backends::Kind;
@@ -179,8 +179,15 @@ impl Subject for Map {
     }
 }
 
-/// A plain table, and a statement for each step.
-struct Table(PgPool);
+/// A plain table, and a statement for each step. Its connections are lent without the two pings of the driver's pool, which
+/// cost as much as the statement.
+struct Table {
+    idle: Mutex<Vec<PgConnection>>,
+    turns: Semaphore,
+}
+
+/// As many as an unbatched store uses.
+const CONNECTIONS: usize = 16;
 
 const INSERT: &str =
     "INSERT INTO by_hand (id, state, expires_at) VALUES ($1, 1, now() + interval '1 day') ON CONFLICT (id) DO NOTHING";
@@ -194,28 +201,36 @@ const UPDATE_MANY: &str =
 impl Table {
     async fn open(url: &str) -> Result<Self, Failed> {
         let schema = schema();
-        let pool = {
-            let path = format!("SET search_path = \"{schema}\"");
-            PgPoolOptions::new().max_connections(16).after_connect(move |connection, _| {
-                let path = path.clone();
-                Box::pin(async move { sqlx::raw_sql(AssertSqlSafe(path)).execute(connection).await.map(drop) })
-            })
-        };
-        let pool = pool.connect(url).await?;
-        let sql = format!(
-            "CREATE SCHEMA IF NOT EXISTS \"{schema}\"; CREATE TABLE IF NOT EXISTS by_hand \
-             (id text COLLATE \"C\" PRIMARY KEY, state int, code int, body bytea, expires_at timestamptz)"
-        );
-        sqlx::raw_sql(AssertSqlSafe(sql)).execute(&pool).await?;
-        Ok(Self(pool))
+        let path = format!("CREATE SCHEMA IF NOT EXISTS \"{schema}\"; SET search_path = \"{schema}\"");
+        let mut idle = Vec::with_capacity(CONNECTIONS);
+        for _ in 0..CONNECTIONS {
+            let mut connection = PgConnection::connect(url).await?;
+            sqlx::raw_sql(AssertSqlSafe(path.clone())).execute(&mut connection).await?;
+            idle.push(connection);
+        }
+        let table = Self { idle: Mutex::new(idle), turns: Semaphore::new(CONNECTIONS) };
+        let create = "CREATE TABLE IF NOT EXISTS by_hand \
+             (id text COLLATE \"C\" PRIMARY KEY, state int, code int, body bytea, expires_at timestamptz)";
+        table.with(async |connection| sqlx::raw_sql(create).execute(connection).await.map(drop)).await?;
+        Ok(table)
+    }
+
+    /// Uses a connection as soon as one is idle.
+    async fn with<T>(&self, act: impl AsyncFnOnce(&mut PgConnection) -> Result<T, sqlx::Error>) -> Result<T, Failed> {
+        let _turn = self.turns.acquire().await?;
+        let connection = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let mut connection = connection.ok_or_else(|| wrong("a connection is lost"))?;
+        let result = act(&mut connection).await;
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner).push(connection);
+        Ok(result?)
     }
 
     async fn insert(&self, id: &str) -> Result<bool, Failed> {
-        Ok(sqlx::query(INSERT).bind(id).execute(&self.0).await?.rows_affected() == 1)
+        Ok(self.with(async |c| sqlx::query(INSERT).bind(id).execute(c).await).await?.rows_affected() == 1)
     }
 
     async fn update(&self, id: &str, body: &Bytes) -> Result<(), Failed> {
-        let done = sqlx::query(UPDATE).bind(id).bind(&body[..]).execute(&self.0).await?;
+        let done = self.with(async |c| sqlx::query(UPDATE).bind(id).bind(&body[..]).execute(c).await).await?;
         if done.rows_affected() == 1 { Ok(()) } else { Err(wrong("lost")) }
     }
 }
@@ -232,7 +247,8 @@ impl Subject for Table {
     }
 
     async fn replay(&self, id: &str, body: &Bytes) -> Result<(), Failed> {
-        let found: Option<Vec<u8>> = sqlx::query_scalar(SELECT).bind(id).fetch_one(&self.0).await?;
+        let found: Option<Vec<u8>> =
+            self.with(async |c| sqlx::query_scalar(SELECT).bind(id).fetch_one(c).await).await?;
         if found.as_deref() == Some(&body[..]) { Ok(()) } else { Err(wrong("another body")) }
     }
 
@@ -255,8 +271,8 @@ impl Subject for Table {
     async fn run_many(&self, ids: &[String], body: &Bytes) -> Option<Result<(), Failed>> {
         let run = async {
             for done in [
-                sqlx::query(INSERT_MANY).bind(ids).execute(&self.0).await?,
-                sqlx::query(UPDATE_MANY).bind(ids).bind(&body[..]).execute(&self.0).await?,
+                self.with(async |c| sqlx::query(INSERT_MANY).bind(ids).execute(c).await).await?,
+                self.with(async |c| sqlx::query(UPDATE_MANY).bind(ids).bind(&body[..]).execute(c).await).await?,
             ] {
                 if done.rows_affected() != ids.len() as u64 {
                     return Err(wrong("not all are new"));

@@ -105,6 +105,8 @@ struct Shared {
     begun: Instant,
     warm_up: Duration,
     under_way: AtomicUsize,
+    /// When the latest answer came, in nanoseconds since the first arrival was due.
+    latest: AtomicU64,
     refused: AtomicU64,
     failed: AtomicU64,
     faults: Mutex<Faults>,
@@ -142,10 +144,12 @@ impl Shared {
     async fn arrive(self: Arc<Self>, arrival: Arrival, due: Duration) {
         match self.perform(&arrival).await {
             Ok(answer) if due >= self.warm_up => {
-                let latency = self.begun.elapsed().saturating_sub(due);
-                let nanoseconds = u64::try_from(latency.as_nanos()).unwrap_or(u64::MAX);
+                let now = self.begun.elapsed();
+                let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+                self.latest.fetch_max(nanoseconds(now), Ordering::Relaxed);
                 let at = THREAD.with(|thread| *thread) % self.shards.len();
-                lock(&self.shards[at]).latencies[answer as usize].saturating_record(nanoseconds);
+                lock(&self.shards[at]).latencies[answer as usize]
+                    .saturating_record(nanoseconds(now.saturating_sub(due)));
             }
             Ok(_) => {}
             Err(Trouble::Store(error)) => self.error(&error),
@@ -263,6 +267,7 @@ pub fn run(
         begun: Instant::now() + Duration::from_millis(20),
         warm_up: plan.warm_up,
         under_way: AtomicUsize::new(0),
+        latest: AtomicU64::new(0),
         refused: AtomicU64::new(0),
         failed: AtomicU64::new(0),
         faults: Mutex::default(),
@@ -281,7 +286,7 @@ pub fn run(
 
     let window = (plan.time / 120).clamp(Duration::from_millis(100), Duration::from_secs(2));
     let (mut total, mut recent) = (latencies()?, latencies()?);
-    let (mut points, mut told, mut ended_at) = (Vec::new(), Instant::now(), None);
+    let (mut points, mut told) = (Vec::new(), Instant::now());
     loop {
         thread::sleep(window);
         let done = shared.scheduled.load(Ordering::SeqCst) && shared.under_way.load(Ordering::SeqCst) == 0;
@@ -308,7 +313,6 @@ pub fn run(
         let seconds = signed_seconds(measured_from, now);
         let all = Latency::of(&here)?;
         if all.count > 0 {
-            ended_at = Some(seconds);
             let rate = all.count as f64 / window.as_secs_f64();
             points.push(Point { seconds, rate, latency: all });
         }
@@ -337,14 +341,15 @@ pub fn run(
         None => Vec::new(),
     };
     if ran_out {
-        shared.fault("the generator has run out of keys: its own mistake".to_owned());
+        return Err("the generator has run out of keys: its own mistake".into());
     }
     let audited = runtime.block_on(audit(&shared))?;
 
     let spent = |before: Option<Duration>, after: Option<Duration>| Some(after?.saturating_sub(before?).as_secs_f64());
     let late = Latency::of_one(&lock(&shared.late));
     let all = Latency::of(&total)?;
-    let time = plan.time.as_secs_f64().max(ended_at.unwrap_or_default());
+    let latest = Duration::from_nanos(shared.latest.load(Ordering::SeqCst)).saturating_sub(plan.warm_up);
+    let time = plan.time.max(latest).as_secs_f64();
     let faults = lock(&shared.faults);
     Ok(Step {
         rate: plan.rate,

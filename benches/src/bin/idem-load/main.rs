@@ -39,6 +39,11 @@ fn load(options: &Options) -> Result<bool, Failed> {
     let opened = runtime.block_on(backend.open(&servers))??;
     eprintln!("{}: what a crash loses: {}", backend.name, opened.durability);
     let first = options.plan(mix, options.rate.unwrap_or(options::FIRST_RATE), 0);
+    // Before the records that are to last, since the clock may be moved on.
+    let mut events = match options.events {
+        true => Some(runtime.block_on(Events::prepare(&opened, options.old, first.time))?),
+        false => None,
+    };
     if options.preload > 0 {
         fill(&runtime, &opened, &first, options.preload)?;
     }
@@ -46,7 +51,7 @@ fn load(options: &Options) -> Result<bool, Failed> {
     let mut at = |rate: f64| {
         number += 1;
         eprintln!("{rate:.0} arrivals a second");
-        one(&runtime, &opened, &options.plan(mix, rate, number), options)
+        one(&runtime, &opened, &options.plan(mix, rate, number), events.take())
     };
     let (steps, held) = match options.limit() {
         Some(limit) => sweep(first.rate, limit, &mut at)?,
@@ -83,12 +88,8 @@ fn fill(runtime: &Runtime, opened: &Opened, plan: &Plan, preloaded: u64) -> Resu
     runtime.block_on(preload(&opened.store, &effects, told))
 }
 
-fn one(runtime: &Runtime, opened: &Opened, plan: &Plan, options: &Options) -> Result<Step, Failed> {
+fn one(runtime: &Runtime, opened: &Opened, plan: &Plan, events: Option<Events>) -> Result<Step, Failed> {
     let effects = Arc::new(plan.effects());
-    let events = match options.events {
-        true => Some(runtime.block_on(Events::prepare(opened, options.old, plan.time))?),
-        false => None,
-    };
     let mut show = |progress: &Progress| {
         let Progress { seconds, rate, latency, under_way, refused } = progress;
         if *seconds < 0.0 {

@@ -37,7 +37,9 @@ fn bounds<'a>(latencies: impl Iterator<Item = &'a Latency>) -> (f64, f64) {
 
 fn against_rate(svg: &mut String, report: &Report) -> Result<(), Failed> {
     let mut steps: Vec<&Step> = report.steps.iter().filter(|step| step.latency.count > 0).collect();
-    steps.sort_by(|a, b| a.rate.total_cmp(&b.rate));
+    // Of a rate that was tried twice, the better.
+    steps.sort_by(|a, b| a.rate.total_cmp(&b.rate).then(a.latency.p99.total_cmp(&b.latency.p99)));
+    steps.dedup_by(|later, first| later.rate == first.rate);
     let (Some(first), Some(last)) = (steps.first(), steps.last()) else {
         return Err("there is nothing to draw".into());
     };
@@ -74,7 +76,12 @@ fn against_rate(svg: &mut String, report: &Report) -> Result<(), Failed> {
         chart.draw_series(LineSeries::new([(held, low), (held, high)], BLACK.stroke_width(1)))?;
         chart.draw_series([Text::new(format!("{held:.0}/s held"), (held, high / 1.2), font())])?;
     }
-    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK)
+        .draw()?;
     root.present()?;
     Ok(())
 }
@@ -110,7 +117,12 @@ fn over_time(svg: &mut String, report: &Report, step: &Step) -> Result<(), Faile
         let height = high / 1.3_f64.powi(i32::try_from(at).unwrap_or_default() + 1);
         chart.draw_series([Text::new(event.what.clone(), (end.mul_add(0.005, event.seconds), height), font())])?;
     }
-    chart.configure_series_labels().background_style(WHITE.mix(0.8)).border_style(BLACK).draw()?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperLeft)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK)
+        .draw()?;
     root.present()?;
     Ok(())
 }
