@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{Criterion, SamplingMode};
-use idem_benches::backends::{BACKENDS, Kind};
+use idem_benches::backends::{Backend, Kind};
 use idem_benches::servers::{Absent, Servers};
 use idem_benches::subject::{Store, Subject};
 use idem_benches::workloads::{WORKLOADS, Workload};
@@ -40,19 +40,10 @@ fn main() -> ExitCode {
 
 fn compare(mut criterion: Criterion) -> Result<(), Failed> {
     let begun = Instant::now();
-    let chosen = std::env::var("IDEM_BENCH_BACKENDS").ok();
-    let is_chosen = |name: &str| chosen.as_ref().is_none_or(|list| list.split(',').any(|one| one.trim() == name));
-    if let Some(unknown) = chosen
-        .iter()
-        .flat_map(|list| list.split(','))
-        .find(|name| BACKENDS.iter().all(|backend| backend.name != name.trim()))
-    {
-        return Err(format!("IDEM_BENCH_BACKENDS: no backend {unknown:?}").into());
-    }
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let servers = Servers::default();
     let (mut figures, mut lines, mut floors) = (Figures::default(), Vec::new(), HashMap::new());
-    for backend in BACKENDS.iter().filter(|backend| is_chosen(backend.name)) {
+    for backend in Backend::chosen()? {
         let opened = match runtime.block_on(backend.open(&servers))? {
             Ok(opened) => opened,
             Err(absent) => {
@@ -71,6 +62,7 @@ fn compare(mut criterion: Criterion) -> Result<(), Failed> {
         lines.push((backend, Ok(opened.durability.clone())));
         runtime.block_on(opened.close())?;
     }
+    runtime.block_on(floors::remove(&servers))?;
     criterion.final_summary();
     if !is_smoke() {
         figures.show(

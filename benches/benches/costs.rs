@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use allocation_counter::AllocationInfo;
 use bytes::Bytes;
-use idem_benches::backends::{BACKENDS, Backend, Kind};
+use idem_benches::backends::{self, Backend, Kind};
 use idem_benches::proxy::{Proxy, Traffic};
 use idem_benches::servers::{Postgres, Redis, Servers};
 use idem_benches::subject::{Store, Subject};
@@ -54,19 +54,19 @@ struct Opened {
     subject: Arc<dyn Subject>,
     /// The schema of Postgres.
     schema: String,
-    processes: Vec<u32>,
+    /// Also beside a floor, for the server's processes.
+    backend: backends::Opened,
 }
 
 impl Measured {
     async fn open(&self, servers: &Servers) -> Result<Opened, Failed> {
-        // Also the floor's, for the server's processes.
-        let opened = self.backend.open(servers).await??;
-        if self.is_floor {
-            let subject = floors::beside(self.backend.kind, servers).await?.subject;
-            return Ok(Opened { subject, schema: floors::schema(), processes: opened.processes });
-        }
-        let subject = Arc::new(Store::new(opened.store));
-        Ok(Opened { subject, schema: opened.namespace, processes: opened.processes })
+        let backend = self.backend.open(servers).await??;
+        let (subject, schema): (Arc<dyn Subject>, _) = if self.is_floor {
+            (floors::beside(self.backend.kind, servers).await?.subject, floors::schema())
+        } else {
+            (Arc::new(Store::new(backend.store.clone())), backend.namespace.clone())
+        };
+        Ok(Opened { subject, schema, backend })
     }
 }
 
@@ -90,26 +90,34 @@ fn costs() -> Result<(), Failed> {
         Err(_) if is_smoke() => 500,
         Err(_) => 50_000,
     };
-    let chosen = std::env::var("IDEM_BENCH_BACKENDS").ok();
-    let is_chosen = |name: &str| chosen.as_ref().is_none_or(|list| list.split(',').any(|one| one.trim() == name));
     let servers = Servers::default();
-    let (mut rows, mut absent, mut floors) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut rows, mut absent, mut seen) = (Vec::new(), Vec::new(), Vec::new());
     // The near-cache changes nothing about pairs.
-    for backend in BACKENDS.iter().filter(|backend| !backend.cached && is_chosen(backend.name)) {
-        let runtime = tokio::runtime::Runtime::new()?;
-        if let Err(reason) = runtime.block_on(backend.open(&servers))? {
+    for backend in Backend::chosen()?.into_iter().filter(|backend| !backend.cached) {
+        let opened = tokio::runtime::Runtime::new()?.block_on(async {
+            match backend.open(&servers).await? {
+                Ok(opened) => opened.close().await.map(Ok),
+                Err(absent) => Ok(Err(absent)),
+            }
+        })?;
+        if let Err(reason) = opened {
             absent.push(format!("{}: absent: {reason}", backend.name));
             continue;
         }
-        let floor = (!matches!(backend.kind, Kind::PostgresUnbatched) || floors.is_empty()).then_some(true);
-        for is_floor in floor.into_iter().chain([false]) {
+        // Both ways of Postgres have the same.
+        let has_floor = backend.kind != Kind::PostgresUnbatched || !seen.contains(&Kind::Postgres);
+        seen.push(backend.kind);
+        for is_floor in [true, false] {
+            if is_floor && !has_floor {
+                continue;
+            }
             let measured = Measured { backend, is_floor };
             let name = if is_floor { format!("floor of {}", backend.name) } else { backend.name.to_owned() };
             println!("{name} …");
             rows.push((name, measure(measured, &servers, records)?));
-            floors.push(backend.kind);
         }
     }
+    tokio::runtime::Runtime::new()?.block_on(floors::remove(&servers))?;
     show(&rows);
     absent.iter().for_each(|line| println!("{line}"));
     println!("{records} pairs for each figure of time, memory and disk; outcomes of {BODY} bytes");
@@ -132,6 +140,7 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
                 pairs(&opened.subject, callers, count).await?;
                 counted.push((proxy.traffic().since(&before), count));
             }
+            opened.backend.close().await?;
             Ok::<_, Failed>((counted.first().copied(), counted.get(1).copied()))
         })?;
     }
@@ -139,9 +148,9 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
         let opened = measured.open(servers).await?;
         pairs(&opened.subject, CALLERS, CALLERS * 20).await?;
         let used = Used::now(kind, servers, &opened.schema).await?;
-        let cpu = (process::own_cpu(), process::cpu(&opened.processes));
+        let cpu = (process::own_cpu(), process::cpu(&opened.backend.processes));
         pairs(&opened.subject, CALLERS, records).await?;
-        let spent = (process::own_cpu(), process::cpu(&opened.processes));
+        let spent = (process::own_cpu(), process::cpu(&opened.backend.processes));
         let used = Used::now(kind, servers, &opened.schema).await?.since(&used);
         let each = |sum: Option<f64>| Some(sum? / records as f64);
         let seconds = |before: Option<std::time::Duration>, after: Option<std::time::Duration>| {
@@ -150,7 +159,7 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
         costs.client_cpu = seconds(cpu.0, spent.0);
         costs.server_cpu = seconds(cpu.1, spent.1);
         (costs.memory, costs.disk, costs.log) = (each(used.memory), each(used.disk), each(used.log));
-        Ok::<_, Failed>(())
+        opened.backend.close().await
     })?;
     drop(runtime);
 
@@ -182,6 +191,7 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
         }));
     });
     results.into_iter().collect::<Result<Vec<()>, _>>()?;
+    runtime.block_on(opened.backend.close())?;
     if kind == Kind::Memory {
         costs.memory = Some(costs.pair.bytes_current as f64 / COUNTED as f64);
     }

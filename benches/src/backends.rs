@@ -79,6 +79,16 @@ impl Backend {
         BACKENDS.iter().find(|backend| backend.name == name)
     }
 
+    /// Those that `IDEM_BENCH_BACKENDS` names, with commas between them; all where it is not set.
+    ///
+    /// # Errors
+    /// For a name that is none.
+    pub fn chosen() -> Result<Vec<&'static Self>, Failed> {
+        let Ok(names) = std::env::var("IDEM_BENCH_BACKENDS") else { return Ok(BACKENDS.iter().collect()) };
+        let named = |name: &str| Self::named(name.trim()).ok_or_else(|| unknown(name).into());
+        names.split(',').map(named).collect()
+    }
+
     /// Opens it, empty.
     ///
     /// # Errors
@@ -159,6 +169,13 @@ impl Backend {
     fn front(&self, store: impl KeyStore) -> Arc<dyn KeyStore> {
         if self.cached { Arc::new(Cached::new(store)) } else { Arc::new(store) }
     }
+}
+
+/// That there is no backend of that name, and which there are.
+#[must_use]
+pub fn unknown(name: &str) -> String {
+    let names: Vec<&str> = BACKENDS.iter().map(|backend| backend.name).collect();
+    format!("no backend {name:?}; there are {}", names.join(", "))
 }
 
 /// The server may lose what it likes: what it may lose is said.

@@ -63,6 +63,19 @@ pub fn schema() -> String {
     format!("bench_by_hand_{}", std::process::id())
 }
 
+/// Takes what the floors have left out of Postgres. In Redis it expires.
+///
+/// # Errors
+/// The server's trouble.
+pub async fn remove(servers: &Servers) -> Result<(), Failed> {
+    if let Some(server) = servers.used_postgres() {
+        let mut connection = PgConnection::connect(&server.url).await?;
+        let sql = format!("DROP SCHEMA IF EXISTS \"{}\" CASCADE", schema());
+        sqlx::raw_sql(AssertSqlSafe(sql)).execute(&mut connection).await?;
+    }
+    Ok(())
+}
+
 /// A connection that sends at once, as the store's.
 ///
 /// # Errors

@@ -151,6 +151,12 @@ impl Servers {
         self.postgres.get_or_init(start).as_ref().map_err(Absent::clone)
     }
 
+    /// The same, if it was asked for.
+    #[must_use]
+    pub fn used_postgres(&self) -> Option<&Postgres> {
+        self.postgres.get()?.as_ref().ok()
+    }
+
     /// Redis: the one of `IDEM_REDIS_URL`, or a private one without persistence.
     ///
     /// # Errors

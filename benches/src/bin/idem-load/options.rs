@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Parser;
 use idem_benches::Failed;
-use idem_benches::backends::{BACKENDS, Backend};
+use idem_benches::backends::{Backend, unknown};
 use idem_benches::load::mix::Mix;
 use idem_benches::load::run::Plan;
 use idem_benches::servers::{Postgres, Redis, Servers};
@@ -153,10 +153,7 @@ impl Options {
             Some(other) => return Err(format!("no backend has URLs that begin with {other}://").into()),
         };
         let name = if self.cached && !name.ends_with("-cached") { format!("{name}-cached") } else { name.to_owned() };
-        let backend = Backend::named(&name).ok_or_else(|| {
-            let names: Vec<&str> = BACKENDS.iter().map(|backend| backend.name).collect();
-            format!("no backend {name:?}; there are {}", names.join(", "))
-        })?;
+        let backend = Backend::named(&name).ok_or_else(|| unknown(&name))?;
         Ok((servers, backend))
     }
 }
