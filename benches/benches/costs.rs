@@ -30,7 +30,9 @@ use idem_redis::redis::cmd;
 const BODY: usize = 256;
 const CALLERS: u64 = 64;
 /// Pairs of which allocations are counted.
-const COUNTED: u64 = 1_000;
+fn sampled() -> u64 {
+    if is_smoke() { 50 } else { 1_000 }
+}
 
 fn main() -> ExitCode {
     match costs() {
@@ -166,9 +168,9 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
     // Everything on this thread, where allocations are counted.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let opened = runtime.block_on(measured.open(servers))?;
-    let (ids, body): (Vec<String>, _) = ((0..COUNTED).map(|_| id(next())).collect(), body(BODY));
+    let (ids, body): (Vec<String>, _) = ((0..sampled()).map(|_| id(next())).collect(), body(BODY));
     runtime.block_on(async {
-        for _ in 0..100 {
+        for _ in 0..sampled() / 10 {
             opened.subject.run(&id(next()), &body).await?;
         }
         Ok::<_, Failed>(())
@@ -193,7 +195,7 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
     results.into_iter().collect::<Result<Vec<()>, _>>()?;
     runtime.block_on(opened.backend.close())?;
     if kind == Kind::Memory {
-        costs.memory = Some(costs.pair.bytes_current as f64 / COUNTED as f64);
+        costs.memory = Some(costs.pair.bytes_current as f64 / sampled() as f64);
     }
     Ok(costs)
 }
@@ -315,8 +317,8 @@ fn show(rows: &[(String, Costs)]) {
         cells.extend([digit(costs.server_cpu), digit(costs.client_cpu)]);
         cells.extend([whole(costs.memory), whole(costs.disk), whole(costs.log)]);
         for counted in [&costs.pair, &costs.replay] {
-            cells.push(digit(Some(counted.count_total as f64 / COUNTED as f64)));
-            cells.push(whole(Some(counted.bytes_total as f64 / COUNTED as f64)));
+            cells.push(digit(Some(counted.count_total as f64 / sampled() as f64)));
+            cells.push(whole(Some(counted.bytes_total as f64 / sampled() as f64)));
         }
         let cells: Vec<String> = cells.into_iter().map(|cell| cell.unwrap_or_else(|| "-".to_owned())).collect();
         println!("| {name} | {} |", cells.join(" | "));

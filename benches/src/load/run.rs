@@ -382,15 +382,18 @@ fn signed_seconds(from: Instant, to: Instant) -> f64 {
     if to >= from { (to - from).as_secs_f64() } else { -(from - to).as_secs_f64() }
 }
 
+/// How many arrivals are due by then, since the first one is: none before it.
+fn due(since: Option<Duration>, rate: f64, total: u64) -> u64 {
+    since.map_or(0, |since| (since.as_secs_f64() * rate) as u64 + 1).min(total)
+}
+
 /// Hands arrivals over as they come due. Whether there was no key left for one.
 fn schedule(shared: &Arc<Shared>, plan: &Plan, mut source: Source, runtime: &Handle) -> bool {
     let total = (plan.rate * (plan.warm_up + plan.time).as_secs_f64()) as u64;
     let due_at = |number: u64| Duration::from_secs_f64(number as f64 / plan.rate);
     let (mut next, mut ran_out) = (0, false);
     while next < total && !ran_out {
-        let now = shared.begun.elapsed();
-        let since = if Instant::now() < shared.begun { Duration::ZERO } else { now };
-        let due = ((since.as_secs_f64() * plan.rate) as u64).min(total);
+        let due = due(Instant::now().checked_duration_since(shared.begun), plan.rate, total);
         while next < due && !ran_out {
             let room = plan.queue.saturating_sub(shared.under_way.load(Ordering::SeqCst));
             let mut batch = Vec::with_capacity(HANDOVER);
@@ -451,4 +454,15 @@ async fn audit(shared: &Arc<Shared>) -> Result<u64, Failed> {
         }
     }
     Ok(completed.len() as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_arrival_is_due_at_its_time_and_not_one_later() {
+        let at = |milliseconds| due(Some(Duration::from_millis(milliseconds)), 100.0, 4);
+        assert_eq!([due(None, 100.0, 4), at(0), at(9), at(10), at(11), at(1_000)], [0, 1, 1, 2, 2, 4]);
+    }
 }
