@@ -177,6 +177,7 @@ fn row(name: &str, figure: impl Fn(&Workload) -> Option<f64>) {
         .iter()
         .map(|workload| match figure(workload) {
             None => "-".to_owned(),
+            Some(figure) if figure < 0.1 => format!("{figure:.4}"),
             Some(figure) if figure < 10.0 => format!("{figure:.2}"),
             Some(figure) if figure < 100.0 => format!("{figure:.1}"),
             Some(figure) => format!("{figure:.0}"),

@@ -168,9 +168,11 @@ pub struct Report {
 }
 
 impl Report {
-    /// Whether no answer was wrong, and there were some.
+    /// Whether no answer was wrong and there were some; and, where the rate was given, whether every arrival got one.
     #[must_use]
     pub fn is_right(&self) -> bool {
-        !self.steps.is_empty() && self.steps.iter().all(|step| step.faults == 0 && step.answered > 0)
+        let is_answered = |step: &Step| self.limit.is_some() || (step.errors() == 0 && step.unanswered == 0);
+        !self.steps.is_empty()
+            && self.steps.iter().all(|step| step.faults == 0 && step.answered > 0 && is_answered(step))
     }
 }

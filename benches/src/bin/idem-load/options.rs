@@ -15,7 +15,8 @@ pub(crate) const FIRST_RATE: f64 = 1_000.0;
 
 /// Lets arrivals come at a fixed rate, checks every answer, and tells their latency from the intended start on.
 ///
-/// Fails when a key took effect twice or was replayed with another outcome.
+/// Fails when a key took effect twice or was replayed with another outcome; and, without --sweep, when an arrival met an
+/// error or was never answered.
 #[derive(Debug, Parser)]
 #[command(name = "idem-load", max_term_width = 120)]
 pub(crate) struct Options {
