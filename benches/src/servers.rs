@@ -7,6 +7,7 @@ use std::sync::OnceLock;
 use idem_testkit::servers::{PostgresServer, RedisCluster, RedisServer};
 
 use crate::Failed;
+use crate::backends::Kind;
 
 /// A server that is not there, and why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -137,6 +138,19 @@ impl Servers {
     #[must_use]
     pub fn with_redis(redis: Redis) -> Self {
         Self { redis: OnceLock::from(Ok(redis)), ..Self::default() }
+    }
+
+    /// Why a backend of that kind cannot be there, as far as that is known without starting its server.
+    #[must_use]
+    pub fn absent(kind: Kind) -> Option<Absent> {
+        let given = |name| std::env::var_os(name).is_some();
+        match kind {
+            Kind::Memory => None,
+            Kind::Postgres | Kind::PostgresUnbatched if given("IDEM_POSTGRES_URL") => None,
+            Kind::Postgres | Kind::PostgresUnbatched => PostgresServer::find().err().map(absent("postgres")),
+            Kind::Redis if given("IDEM_REDIS_URL") => None,
+            Kind::Redis | Kind::RedisCluster => RedisServer::find().err().map(absent("redis")),
+        }
     }
 
     /// Postgres: the one of `IDEM_POSTGRES_URL`, or a private one with `fsync` and `synchronous_commit` on.
