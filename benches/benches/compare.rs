@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use criterion::{Criterion, SamplingMode};
+use criterion::{BenchmarkId, Criterion, SamplingMode};
 use idem_benches::backends::{Backend, Kind};
 use idem_benches::servers::{Absent, Servers};
 use idem_benches::subject::{Store, Subject};
@@ -21,7 +21,7 @@ const SAMPLES: usize = 10;
 
 /// The median time of an iteration by subject and workload.
 #[derive(Default)]
-struct Figures(HashMap<(String, &'static str), Duration>);
+struct Figures(HashMap<(&'static str, &'static str), Duration>);
 
 fn main() -> ExitCode {
     let criterion = Criterion::default()
@@ -42,25 +42,33 @@ fn compare(mut criterion: Criterion) -> Result<(), Failed> {
     let begun = Instant::now();
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let servers = Servers::default();
-    let (mut figures, mut lines, mut floors) = (Figures::default(), Vec::new(), HashMap::new());
-    for backend in Backend::chosen()? {
-        let opened = match runtime.block_on(backend.open(&servers))? {
-            Ok(opened) => opened,
-            Err(absent) => {
-                lines.push((backend, Err(absent)));
-                continue;
+    let (mut figures, mut lines, mut floors) = (Figures::default(), Vec::new(), Vec::new());
+    let chosen = Backend::chosen()?;
+    for together in chosen.chunk_by(|a, b| floor_of(a.kind) == floor_of(b.kind)) {
+        let (mut subjects, mut all) = (Vec::new(), Vec::new());
+        for backend in together {
+            match runtime.block_on(backend.open(&servers))? {
+                Err(absent) => lines.push((*backend, Err(absent))),
+                Ok(opened) => {
+                    if subjects.is_empty() {
+                        let floor = runtime.block_on(floors::beside(backend.kind, &servers))?;
+                        subjects.push((floor_of(backend.kind), floor.subject));
+                        floors.push((floor_of(backend.kind), floor.name));
+                    }
+                    let subject: Arc<dyn Subject> = Arc::new(Store::new(opened.store.clone()));
+                    subjects.push((backend.name, subject));
+                    lines.push((*backend, Ok(opened.durability.clone())));
+                    all.push(opened);
+                }
             }
-        };
-        let floor = floor_of(backend.kind);
-        if !floors.contains_key(floor) {
-            let beside = runtime.block_on(floors::beside(backend.kind, &servers))?;
-            measure(&mut criterion, &runtime, floor, &beside.subject, &mut figures)?;
-            floors.insert(floor, beside.name);
         }
-        let subject: Arc<dyn Subject> = Arc::new(Store::new(opened.store.clone()));
-        measure(&mut criterion, &runtime, backend.name, &subject, &mut figures)?;
-        lines.push((backend, Ok(opened.durability.clone())));
-        runtime.block_on(opened.close())?;
+        if let [(floor, _), ..] = &subjects[..] {
+            let server = floor.trim_start_matches("floor-");
+            measure(&mut criterion, &runtime, server, &subjects, &mut figures)?;
+        }
+        for opened in all {
+            runtime.block_on(opened.close())?;
+        }
     }
     runtime.block_on(floors::remove(&servers))?;
     criterion.final_summary();
@@ -97,22 +105,23 @@ fn floor_of(kind: Kind) -> &'static str {
     }
 }
 
+/// Measures each workload on the floor and then on the backends, so that what is compared was measured one after the other.
 fn measure(
     criterion: &mut Criterion,
     runtime: &Runtime,
-    name: &str,
-    subject: &Arc<dyn Subject>,
+    server: &str,
+    subjects: &[(&'static str, Arc<dyn Subject>)],
     figures: &mut Figures,
 ) -> Result<(), Failed> {
-    let mut group = criterion.benchmark_group(name);
+    let mut group = criterion.benchmark_group(server);
     // Each iteration is as long as the others: no need for samples of growing length.
     group.sampling_mode(SamplingMode::Flat);
-    for workload in WORKLOADS {
+    for (workload, (name, subject)) in WORKLOADS.iter().flat_map(|one| subjects.iter().map(move |two| (one, two))) {
         let wrong = |error: Failed| -> Failed { format!("{name}, {}: {error}", workload.name).into() };
         let Some(prepared) = runtime.block_on(workload.prepare(subject.clone())).map_err(wrong)? else { continue };
         // What went wrong in the closure, which cannot return it.
         let (failed, samples) = (RefCell::new(None), RefCell::new(Vec::new()));
-        group.bench_function(workload.name, |bencher| {
+        group.bench_function(BenchmarkId::new(workload.name, name), |bencher| {
             bencher.iter_custom(|iterations| match runtime.block_on(prepared.time(iterations)) {
                 Ok(Some(time)) => {
                     samples.borrow_mut().push(time / u32::try_from(iterations).unwrap_or(u32::MAX));
@@ -132,7 +141,7 @@ fn measure(
         let mut last: Vec<Duration> = samples.iter().rev().take(SAMPLES).copied().collect();
         last.sort_unstable();
         if let Some(median) = last.get(last.len() / 2) {
-            figures.0.insert((name.to_owned(), workload.name), *median);
+            figures.0.insert((name, workload.name), *median);
         }
     }
     group.finish();
@@ -140,12 +149,12 @@ fn measure(
 }
 
 impl Figures {
-    fn of(&self, name: &str, workload: &Workload) -> Option<Duration> {
-        self.0.get(&(name.to_owned(), workload.name)).copied()
+    fn of(&self, name: &'static str, workload: &Workload) -> Option<Duration> {
+        self.0.get(&(name, workload.name)).copied()
     }
 
     /// Ratios first: how many times as long as the floor; then the times.
-    fn show(&self, subjects: &[(&str, &str)]) {
+    fn show(&self, subjects: &[(&'static str, &'static str)]) {
         println!("\nTime of each backend as a multiple of its floor's (below 1: faster than by hand)\n");
         header();
         for (name, floor) in subjects {

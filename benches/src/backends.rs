@@ -79,14 +79,18 @@ impl Backend {
         BACKENDS.iter().find(|backend| backend.name == name)
     }
 
-    /// Those that `IDEM_BENCH_BACKENDS` names, with commas between them; all where it is not set.
+    /// Those that `IDEM_BENCH_BACKENDS` names, with commas between them, in the order of the tables; all where it
+    /// is not set.
     ///
     /// # Errors
     /// For a name that is none.
     pub fn chosen() -> Result<Vec<&'static Self>, Failed> {
         let Ok(names) = std::env::var("IDEM_BENCH_BACKENDS") else { return Ok(BACKENDS.iter().collect()) };
-        let named = |name: &str| Self::named(name.trim()).ok_or_else(|| unknown(name).into());
-        names.split(',').map(named).collect()
+        let names: Vec<&str> = names.split(',').map(str::trim).collect();
+        match names.iter().find(|name| Self::named(name).is_none()) {
+            Some(name) => Err(unknown(name).into()),
+            None => Ok(BACKENDS.iter().filter(|backend| names.contains(&backend.name)).collect()),
+        }
     }
 
     /// Opens it, empty.
