@@ -5,6 +5,8 @@
 //!
 //! - *by hand*, through the same pool: what a team would write, one `INSERT … ON CONFLICT` and one `UPDATE` for each
 //!   request, on one plain table;
+//! - *pingless*: the same on as many connections that are lent without the two pings of sqlx's pool, each of which is a round
+//!   trip: the least that two statements cost;
 //! - *unprepared*: the store as it works through pgbouncer in transaction mode, without the pooler itself;
 //! - *many*: `reserve_many` and `complete_many` of 512 by as many callers as the store has statements: what its functions and
 //!   the driver make without the queue;
@@ -18,32 +20,61 @@
 mod load;
 
 use std::process::Command;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use idem_core::{Key, KeyStore, Outcome, Reservation, Reserve};
-use idem_postgres::sqlx::postgres::{PgPool, PgPoolOptions};
-use idem_postgres::sqlx::{self, AssertSqlSafe};
+use idem_postgres::sqlx::postgres::{PgConnection, PgPool, PgPoolOptions};
+use idem_postgres::sqlx::{self, AssertSqlSafe, Connection};
 use idem_postgres::{Config, PostgresStore};
 use idem_testkit::servers::PostgresServer;
 use load::{BODY, Measured, by_store, id, is_smoke, measure, setting};
+use tokio::sync::Semaphore;
 
 const ROUNDS: u32 = 6;
 const BATCH: u32 = 512;
+const CONNECTIONS: u32 = 16;
+const INSERT: &str =
+    "INSERT INTO by_hand (id, state, expires_at) VALUES ($1, 1, now() + interval '1 day') ON CONFLICT (id) DO NOTHING";
+const UPDATE: &str = "UPDATE by_hand SET state = 2, code = 201, body = $2 WHERE id = $1 AND state = 1";
 
 async fn by_hand(pool: PgPool, number: u64) {
     let id = id(number);
-    sqlx::query("INSERT INTO by_hand (id, state, expires_at) VALUES ($1, 1, now() + interval '1 day') ON CONFLICT (id) DO NOTHING")
-        .bind(&id)
-        .execute(&pool)
-        .await
-        .unwrap();
-    sqlx::query("UPDATE by_hand SET state = 2, code = 201, body = $2 WHERE id = $1 AND state = 1")
-        .bind(&id)
-        .bind(&BODY[..])
-        .execute(&pool)
-        .await
-        .unwrap();
+    sqlx::query(INSERT).bind(&id).execute(&pool).await.unwrap();
+    sqlx::query(UPDATE).bind(&id).bind(&BODY[..]).execute(&pool).await.unwrap();
+}
+
+/// Connections that are lent as they are.
+struct Pingless {
+    idle: Mutex<Vec<PgConnection>>,
+    turns: Semaphore,
+}
+
+impl Pingless {
+    async fn open(url: &str) -> Self {
+        let mut idle = Vec::new();
+        for _ in 0..CONNECTIONS {
+            idle.push(PgConnection::connect(url).await.unwrap());
+        }
+        Self { idle: Mutex::new(idle), turns: Semaphore::new(CONNECTIONS as usize) }
+    }
+
+    async fn pair(&self, number: u64) {
+        let id = id(number);
+        self.execute(sqlx::query(INSERT).bind(&id)).await;
+        self.execute(sqlx::query(UPDATE).bind(&id).bind(&BODY[..])).await;
+    }
+
+    async fn execute(&self, query: sqlx::query::Query<'_, sqlx::Postgres, sqlx::postgres::PgArguments>) {
+        let _turn = self.turns.acquire().await.unwrap();
+        let mut connection = self.idle.lock().unwrap().pop().unwrap();
+        assert_eq!(query.execute(&mut connection).await.unwrap().rows_affected(), 1);
+        self.idle.lock().unwrap().push(connection);
+    }
+}
+
+async fn by_pingless(connections: Arc<Pingless>, number: u64) {
+    connections.pair(number).await;
 }
 
 fn line(callers: usize, name: &str, measured: &mut Measured) {
@@ -60,7 +91,7 @@ fn line(callers: usize, name: &str, measured: &mut Measured) {
 async fn main() {
     let (_server, url) = load::server();
     let time = Duration::from_secs(setting("IDEM_BENCH_SECONDS", if is_smoke() { "1" } else { "6" })[0]);
-    let pool = PgPoolOptions::new().max_connections(16).connect(&url).await.unwrap();
+    let pool = PgPoolOptions::new().max_connections(CONNECTIONS).connect(&url).await.unwrap();
     sqlx::raw_sql(
         "DROP TABLE IF EXISTS by_hand; \
          CREATE TABLE by_hand (id text PRIMARY KEY, state int, code int, body bytea, expires_at timestamptz)",
@@ -73,20 +104,24 @@ async fn main() {
     let unprepared = config.clone().with_prepared_statements(false);
     let unprepared = Arc::new(PostgresStore::open(pool.clone(), unprepared).await.unwrap());
     let store = Arc::new(PostgresStore::open(pool.clone(), config).await.unwrap());
+    let pingless = Arc::new(Pingless::open(&url).await);
     println!("{:>8} {:>10} {:>10} {:>10} {:>10} {:>10}", "callers", "", "pairs/s", "mean", "p50", "p99");
     let mut fastest = 0.0_f64;
     for callers in setting("IDEM_BENCH_CALLERS", if is_smoke() { "8" } else { "1,64,1024" }) {
-        let (mut hand, mut idem, mut simple) = (Measured::default(), Measured::default(), Measured::default());
+        let [mut hand, mut least, mut idem, mut simple] = [(); 4].map(|()| Measured::default());
         for _ in 0..ROUNDS {
             let by_hand_pool = pool.clone();
             let turn = time / ROUNDS;
             hand.add(measure(callers, turn, move |number| by_hand(by_hand_pool.clone(), number)).await);
+            let pingless = pingless.clone();
+            least.add(measure(callers, turn, move |number| by_pingless(pingless.clone(), number)).await);
             let store = store.clone();
             idem.add(measure(callers, turn, move |number| by_store(store.clone(), number)).await);
             let store = unprepared.clone();
             simple.add(measure(callers, turn, move |number| by_store(store.clone(), number)).await);
         }
         line(callers, "by hand", &mut hand);
+        line(callers, "pingless", &mut least);
         line(callers, "unprepared", &mut simple);
         line(callers, "idem", &mut idem);
         println!(
@@ -96,6 +131,14 @@ async fn main() {
             idem.mean().as_secs_f64() / hand.mean().as_secs_f64(),
             idem.percentile(0.5).as_secs_f64() / hand.percentile(0.5).as_secs_f64(),
             idem.percentile(0.99).as_secs_f64() / hand.percentile(0.99).as_secs_f64(),
+        );
+        println!(
+            "{callers:>8} {:>10} {:>10.2} {:>10.2} {:>10.2} {:>10.2}",
+            "pingless",
+            idem.rate() / least.rate(),
+            idem.mean().as_secs_f64() / least.mean().as_secs_f64(),
+            idem.percentile(0.5).as_secs_f64() / least.percentile(0.5).as_secs_f64(),
+            idem.percentile(0.99).as_secs_f64() / least.percentile(0.99).as_secs_f64(),
         );
         fastest = fastest.max(idem.rate());
     }
