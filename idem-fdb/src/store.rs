@@ -73,8 +73,11 @@ impl FdbStore {
         let batcher = Batcher::new(Arc::clone(&database), Arc::clone(&records));
         let store = Self { database, records, batcher };
         let records = &store.records;
-        store.run(Operation::Setup, |transaction| async move { records.prepare(&transaction).await }).await?;
+        let prepared =
+            store.run(Operation::Setup, |transaction| async move { records.prepare(&transaction).await }).await;
+        // Also where that has failed.
         network::used();
+        prepared?;
         Ok(store)
     }
 

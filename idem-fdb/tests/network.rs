@@ -8,6 +8,7 @@ absent::tests! { cases:
     it_may_be_started_any_number_of_times,
     a_database_of_ones_own_shares_it,
     a_program_that_has_booted_by_itself_opens_stores,
+    a_program_whose_store_does_not_open_ends_well,
 }
 
 #[cfg(fdb_client)]
@@ -16,6 +17,7 @@ mod cases {
 
     use std::process::Command;
     use std::sync::Arc;
+    use std::time::Duration;
 
     use idem_core::{Key, KeyStore, Reserve};
     use idem_fdb::FdbStore;
@@ -66,6 +68,27 @@ mod cases {
                     assert_eq!(error, "", "{how}");
                 }
             }
+        }
+    }
+
+    /// A process of its own.
+    pub(crate) async fn a_program_whose_store_does_not_open_ends_well() {
+        const INSIDE: &str = "IDEM_FDB_TEST_ABSENT";
+        if std::env::var_os(INSIDE).is_some() {
+            let config = fresh_config().with_call_timeout(Duration::from_secs(1));
+            let absent = std::env::temp_dir().join("idem-there-is-no-such.cluster");
+            FdbStore::open(Some(&absent), config).await.unwrap_err();
+            return;
+        }
+        // Without the network's stop, most of them end by a signal.
+        for _ in 0..4 {
+            let output = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "a_program_whose_store_does_not_open_ends_well"])
+                .env(INSIDE, "1")
+                .output()
+                .unwrap();
+            let error = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{}: {error}", output.status);
         }
     }
 
