@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use criterion::{BenchmarkId, Criterion, SamplingMode};
-use idem_benches::backends::{Backend, Kind};
+use idem_benches::backends::Backend;
+use idem_benches::floors::name_beside;
 use idem_benches::servers::{Absent, Servers};
 use idem_benches::subject::{Store, Subject};
 use idem_benches::workloads::{WORKLOADS, Workload};
@@ -44,7 +45,7 @@ fn compare(mut criterion: Criterion) -> Result<(), Failed> {
     let servers = Servers::default();
     let (mut figures, mut lines, mut floors) = (Figures::default(), Vec::new(), Vec::new());
     let chosen = Backend::chosen()?;
-    for together in chosen.chunk_by(|a, b| floor_of(a.kind) == floor_of(b.kind)) {
+    for together in chosen.chunk_by(|a, b| name_beside(a.kind) == name_beside(b.kind)) {
         let (mut subjects, mut all) = (Vec::new(), Vec::new());
         for backend in together {
             match runtime.block_on(backend.open(&servers))? {
@@ -52,8 +53,8 @@ fn compare(mut criterion: Criterion) -> Result<(), Failed> {
                 Ok(opened) => {
                     if subjects.is_empty() {
                         let floor = runtime.block_on(floors::beside(backend.kind, &servers))?;
-                        subjects.push((floor_of(backend.kind), floor.subject));
-                        floors.push((floor_of(backend.kind), floor.name));
+                        subjects.push((name_beside(backend.kind), floor.subject));
+                        floors.push((name_beside(backend.kind), floor.name));
                     }
                     let subject: Arc<dyn Subject> = Arc::new(Store::new(opened.store.clone()));
                     subjects.push((backend.name, subject));
@@ -77,7 +78,7 @@ fn compare(mut criterion: Criterion) -> Result<(), Failed> {
             &lines
                 .iter()
                 .filter(|line| line.1.is_ok())
-                .map(|line| (line.0.name, floor_of(line.0.kind)))
+                .map(|line| (line.0.name, name_beside(line.0.kind)))
                 .collect::<Vec<_>>(),
         );
     }
@@ -93,16 +94,6 @@ fn compare(mut criterion: Criterion) -> Result<(), Failed> {
     }
     println!("{:.0?} in all", begun.elapsed());
     Ok(())
-}
-
-/// The name of the floor beside a backend.
-fn floor_of(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Memory => "floor-memory",
-        Kind::Postgres | Kind::PostgresUnbatched => "floor-postgres",
-        Kind::Redis => "floor-redis",
-        Kind::RedisCluster => "floor-redis-cluster",
-    }
 }
 
 /// Measures each workload on the floor and then on the backends, so that what is compared was measured one after the other.

@@ -2,12 +2,13 @@
 //! bench -p idem-benches --bench costs`. Outcomes of 256 bytes.
 //!
 //! - Round trips and bytes: counted by a proxy of TCP between the driver and a private server, by one caller and by 64. On a
-//!   cluster they are not counted, since its nodes tell the client their own addresses.
+//!   cluster and on FoundationDB they are not counted, since their nodes tell the client their own addresses.
 //! - Processor's time: of the server's processes and of this one, as `/proc` tells it, with 64 callers and no proxy. A
 //!   cluster's has its replicas' in it.
-//! - Memory and disk: what the server says it has used, before and after. Of a cluster, its masters' memory.
+//! - Memory and disk: what the server says it has used, before and after. Of a cluster, its masters' memory; of
+//!   FoundationDB, the keys and values, to which its engines add what they need.
 //! - Allocations: of one thread that is client, driver and runtime together, by one caller; a key, a request and an outcome
-//!   for each pair are among them.
+//!   for each pair are among them. Those of FoundationDB's client library are not.
 //!
 //! `IDEM_BENCH_RECORDS` (default 50000): pairs for each figure. `IDEM_BENCH_BACKENDS=redis,memory` chooses.
 #![allow(clippy::print_stdout, missing_docs, reason = "a program for the terminal")]
@@ -54,7 +55,7 @@ struct Measured {
 /// A subject, and where the server keeps its records.
 struct Opened {
     subject: Arc<dyn Subject>,
-    /// The schema of Postgres.
+    /// The schema of Postgres, or the name of FoundationDB's subspace.
     schema: String,
     /// Also beside a floor, for the server's processes.
     backend: backends::Opened,
@@ -106,9 +107,10 @@ fn costs() -> Result<(), Failed> {
             absent.push(format!("{}: absent: {reason}", backend.name));
             continue;
         }
-        // Both ways of Postgres have the same.
-        let has_floor = backend.kind != Kind::PostgresUnbatched || !seen.contains(&Kind::Postgres);
-        seen.push(backend.kind);
+        // Some have the same.
+        let floor = floors::name_beside(backend.kind);
+        let has_floor = !seen.contains(&floor);
+        seen.push(floor);
         for is_floor in [true, false] {
             if is_floor && !has_floor {
                 continue;
@@ -203,7 +205,7 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
 /// The port of a private server that a proxy can stand before.
 fn port(kind: Kind, servers: &Servers) -> Option<u16> {
     match kind {
-        Kind::Memory | Kind::RedisCluster => None,
+        Kind::Memory | Kind::RedisCluster | Kind::Fdb | Kind::FdbUnbatched => None,
         Kind::Postgres | Kind::PostgresUnbatched => servers.postgres().ok()?.port(),
         Kind::Redis => servers.redis().ok()?.port(),
     }
@@ -274,6 +276,9 @@ impl Used {
                     memory += used_memory(&master.url()).await?;
                 }
                 Ok(Self { memory: Some(memory), ..Self::default() })
+            }
+            Kind::Fdb | Kind::FdbUnbatched => {
+                Ok(Self { memory: Some(servers.fdb()?.used(schema).await?), ..Self::default() })
             }
         }
     }

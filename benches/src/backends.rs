@@ -8,14 +8,14 @@ use idem_postgres::sqlx::{self, AssertSqlSafe};
 use idem_postgres::{Batching, PostgresStore, Schema};
 use idem_redis::{Policy, Prefix, RedisStore};
 
-use crate::Failed;
 use crate::servers::{Absent, Servers, cluster_processes};
+use crate::{Failed, fdb};
 
 /// Connections for each of the two queues where calls are not gathered: with the direct ones, as many as the floor's pool
 /// has.
 const UNBATCHED: usize = 4;
 
-/// What a backend's records are kept in. FoundationDB will be one more, behind the feature `fdb`.
+/// What a backend's records are kept in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// The process's memory.
@@ -28,6 +28,10 @@ pub enum Kind {
     Redis,
     /// A Redis cluster.
     RedisCluster,
+    /// FoundationDB, calls gathered.
+    Fdb,
+    /// FoundationDB, a transaction for each call.
+    FdbUnbatched,
 }
 
 /// A backend to measure.
@@ -53,16 +57,22 @@ pub const BACKENDS: &[Backend] = &[
     Backend { name: "redis-cached", kind: Kind::Redis, cached: true },
     Backend { name: "redis-cluster", kind: Kind::RedisCluster, cached: false },
     Backend { name: "redis-cluster-cached", kind: Kind::RedisCluster, cached: true },
+    Backend { name: "fdb", kind: Kind::Fdb, cached: false },
+    Backend { name: "fdb-cached", kind: Kind::Fdb, cached: true },
+    Backend { name: "fdb-unbatched", kind: Kind::FdbUnbatched, cached: false },
+    Backend { name: "fdb-unbatched-cached", kind: Kind::FdbUnbatched, cached: true },
 ];
 
-/// A store that is open, in a schema or under a prefix of its own.
+/// A store that is open, in a schema, under a prefix or in a subspace of its own.
 #[derive(Debug)]
 pub struct Opened {
     /// The store, behind the near-cache where that is asked for.
     pub store: Arc<dyn KeyStore>,
     /// The same without it, where it is Postgres: for its days.
     pub postgres: Option<Arc<PostgresStore>>,
-    /// The schema or the prefix.
+    /// The same where it is FoundationDB.
+    pub fdb: Option<fdb::Open>,
+    /// The schema, the prefix or the subspace.
     pub namespace: String,
     /// What a crash of the server loses, as the server tells.
     pub durability: String,
@@ -117,6 +127,7 @@ impl Backend {
                 // As many as a long run makes.
                 store: self.front(MemoryStore::builder().max_records(usize::MAX).build()),
                 postgres: None,
+                fdb: None,
                 namespace,
                 durability: "none: gone with the process".to_owned(),
                 processes: Vec::new(),
@@ -138,6 +149,7 @@ impl Backend {
                     namespace,
                     durability: durability.fetch_one(store.pool()).await?,
                     postgres: Some(store),
+                    fdb: None,
                     processes: server.processes(),
                     kind,
                 })
@@ -151,6 +163,19 @@ impl Backend {
                 let cluster = servers.cluster()?;
                 let store = RedisStore::connect_cluster(cluster.urls(), redis_config(&namespace)?).await?;
                 self.redis(store, namespace, cluster_processes(cluster)).await
+            }
+            Kind::Fdb | Kind::FdbUnbatched => {
+                let server = servers.fdb()?;
+                let fdb = server.open(&namespace, kind == Kind::Fdb).await?;
+                Ok(Opened {
+                    store: self.front(fdb.store.clone()),
+                    postgres: None,
+                    namespace,
+                    durability: fdb.durability.clone(),
+                    fdb: Some(fdb),
+                    processes: server.processes(),
+                    kind,
+                })
             }
         }
     }
@@ -167,7 +192,15 @@ impl Backend {
             }
         }
         let durability = lines.join("; ");
-        Ok(Opened { store: self.front(store), postgres: None, namespace, durability, processes, kind: self.kind })
+        Ok(Opened {
+            store: self.front(store),
+            postgres: None,
+            fdb: None,
+            namespace,
+            durability,
+            processes,
+            kind: self.kind,
+        })
     }
 
     fn front(&self, store: impl KeyStore) -> Arc<dyn KeyStore> {
@@ -202,6 +235,9 @@ impl Opened {
         if let Some(postgres) = &self.postgres {
             let sql = format!("DROP SCHEMA \"{}\" CASCADE", self.namespace);
             sqlx::raw_sql(AssertSqlSafe(sql)).execute(postgres.pool()).await?;
+        }
+        if let Some(fdb) = &self.fdb {
+            fdb.remove().await?;
         }
         Ok(())
     }

@@ -33,6 +33,18 @@ pub struct Floor {
     pub subject: Arc<dyn Subject>,
 }
 
+/// The name of the floor beside a backend of that kind.
+#[must_use]
+pub fn name_beside(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Memory => "floor-memory",
+        Kind::Postgres | Kind::PostgresUnbatched => "floor-postgres",
+        Kind::Redis => "floor-redis",
+        Kind::RedisCluster => "floor-redis-cluster",
+        Kind::Fdb | Kind::FdbUnbatched => "floor-fdb",
+    }
+}
+
 /// The floor beside a backend of that kind.
 ///
 /// # Errors
@@ -54,16 +66,19 @@ pub async fn beside(kind: Kind, servers: &Servers) -> Result<Floor, Failed> {
             let connection = client.get_async_connection().await?;
             Floor { name: "SET NX PX and SET PX; GET", subject: Arc::new(Commands { connection, pipelines: false }) }
         }
+        Kind::Fdb | Kind::FdbUnbatched => {
+            Floor { name: "transactions of get and set; get", subject: servers.fdb()?.floor() }
+        }
     })
 }
 
-/// The schema of Postgres' floor.
+/// The schema of Postgres' floor, and the name of FoundationDB's.
 #[must_use]
 pub fn schema() -> String {
     format!("bench_by_hand_{}", std::process::id())
 }
 
-/// Takes what the floors have left out of Postgres. In Redis it expires.
+/// Takes what the floors have left out of Postgres and FoundationDB. In Redis it expires.
 ///
 /// # Errors
 /// The server's trouble.
@@ -72,6 +87,9 @@ pub async fn remove(servers: &Servers) -> Result<(), Failed> {
         let mut connection = PgConnection::connect(&server.url).await?;
         let sql = format!("DROP SCHEMA IF EXISTS \"{}\" CASCADE", schema());
         sqlx::raw_sql(AssertSqlSafe(sql)).execute(&mut connection).await?;
+    }
+    if let Some(server) = servers.used_fdb() {
+        server.remove_floor().await?;
     }
     Ok(())
 }
@@ -86,7 +104,7 @@ pub async fn single(url: &str) -> Result<MultiplexedConnection, Failed> {
     Ok(Client::open(info.set_tcp_settings(tcp))?.get_multiplexed_async_connection().await?)
 }
 
-fn wrong(what: &str) -> Failed {
+pub(crate) fn wrong(what: &str) -> Failed {
     format!("the floor is wrong: {what}").into()
 }
 

@@ -1,6 +1,8 @@
 #![doc = include_str!("../README.md")]
 
 pub mod backends;
+#[cfg_attr(not(feature = "fdb"), path = "no_fdb.rs")]
+pub mod fdb;
 pub mod floors;
 pub mod load;
 pub mod process;

@@ -6,8 +6,8 @@ use std::sync::OnceLock;
 
 use idem_testkit::servers::{PostgresServer, RedisCluster, RedisServer};
 
-use crate::Failed;
 use crate::backends::Kind;
+use crate::{Failed, fdb};
 
 /// A server that is not there, and why.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -121,6 +121,7 @@ pub struct Servers {
     postgres: OnceLock<Result<Postgres, Absent>>,
     redis: OnceLock<Result<Redis, Absent>>,
     cluster: OnceLock<Result<RedisCluster, Absent>>,
+    fdb: OnceLock<Result<fdb::Server, Absent>>,
 }
 
 fn absent(server: &'static str) -> impl Fn(io::Error) -> Absent {
@@ -140,6 +141,12 @@ impl Servers {
         Self { redis: OnceLock::from(Ok(redis)), ..Self::default() }
     }
 
+    /// With that FoundationDB.
+    #[must_use]
+    pub fn with_fdb(fdb: fdb::Server) -> Self {
+        Self { fdb: OnceLock::from(Ok(fdb)), ..Self::default() }
+    }
+
     /// Why a backend of that kind cannot be there, as far as that is known without starting its server.
     #[must_use]
     pub fn absent(kind: Kind) -> Option<Absent> {
@@ -150,6 +157,8 @@ impl Servers {
             Kind::Postgres | Kind::PostgresUnbatched => PostgresServer::find().err().map(absent("postgres")),
             Kind::Redis if given("IDEM_REDIS_URL") => None,
             Kind::Redis | Kind::RedisCluster => RedisServer::find().err().map(absent("redis")),
+            Kind::Fdb | Kind::FdbUnbatched if cfg!(feature = "fdb") && given("IDEM_FDB_CLUSTER_FILE") => None,
+            Kind::Fdb | Kind::FdbUnbatched => fdb::Server::find().err().map(absent("fdb")),
         }
     }
 
@@ -190,5 +199,23 @@ impl Servers {
     pub fn cluster(&self) -> Result<&RedisCluster, Absent> {
         let start = || RedisCluster::start(&[]).map_err(absent("redis"));
         self.cluster.get_or_init(start).as_ref().map_err(Absent::clone)
+    }
+
+    /// FoundationDB: the cluster of `IDEM_FDB_CLUSTER_FILE`, or a private one of one process.
+    ///
+    /// # Errors
+    /// That there is none.
+    pub fn fdb(&self) -> Result<&fdb::Server, Absent> {
+        let start = || match std::env::var("IDEM_FDB_CLUSTER_FILE") {
+            Ok(file) => fdb::Server::given(&file),
+            Err(_) => fdb::Server::start(),
+        };
+        self.fdb.get_or_init(start).as_ref().map_err(Absent::clone)
+    }
+
+    /// The same, if it was asked for.
+    #[must_use]
+    pub fn used_fdb(&self) -> Option<&fdb::Server> {
+        self.fdb.get()?.as_ref().ok()
     }
 }

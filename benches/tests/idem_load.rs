@@ -13,7 +13,7 @@ fn main() -> ExitCode {
         Trial::test("a_sweep_finds_a_rate_and_draws_it", sweep),
         Trial::test("what_makes_no_sense_is_refused", refused),
     ];
-    for name in ["memory", "postgres-cached", "redis", "redis-cluster"] {
+    for name in ["memory", "postgres-cached", "redis", "redis-cluster", "fdb"] {
         let absent = Backend::named(name).and_then(|backend| Servers::absent(backend.kind));
         let (ignored, required) = match absent.map(|absent| absent.allow()) {
             None => (false, None),

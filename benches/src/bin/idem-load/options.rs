@@ -6,6 +6,7 @@ use std::time::Duration;
 use clap::Parser;
 use idem_benches::Failed;
 use idem_benches::backends::{Backend, unknown};
+use idem_benches::fdb;
 use idem_benches::load::mix::Mix;
 use idem_benches::load::run::Plan;
 use idem_benches::servers::{Postgres, Redis, Servers};
@@ -21,10 +22,11 @@ pub(crate) const FIRST_RATE: f64 = 1_000.0;
 #[command(name = "idem-load", max_term_width = 120)]
 pub(crate) struct Options {
     /// A backend by name, on a private server that is started for it (memory, postgres, postgres-unbatched, redis,
-    /// redis-cluster, and each with -cached), or a URL: postgres://…, redis://…
+    /// redis-cluster, fdb, fdb-unbatched, and each with -cached), or one that runs: postgres://…, redis://…, fdb:PATH (its
+    /// cluster file)
     #[arg(long, default_value = "memory")]
     store: String,
-    /// Put the near-cache before a store that is given by its URL.
+    /// Put the near-cache before a store that runs.
     #[arg(long)]
     cached: bool,
     /// Arrivals a second; with --sweep, the first rate. [default: 1000]
@@ -66,8 +68,8 @@ pub(crate) struct Options {
     /// Arrivals that may be under way at once; more are refused, and counted.
     #[arg(long, default_value = "50000")]
     queue: usize,
-    /// After a third of the time the day changes, after two thirds an old day is dropped (Postgres); elsewhere old records
-    /// are purged or expire.
+    /// After a third of the time the day changes, after two thirds an old day is dropped (Postgres); FoundationDB clears
+    /// one then; elsewhere old records are purged or expire.
     #[arg(long, conflicts_with = "sweep")]
     pub(crate) events: bool,
     /// Records that are old then.
@@ -144,9 +146,14 @@ impl Options {
 
     /// The servers, and the backend on them.
     pub(crate) fn store(&self) -> Result<(Servers, &'static Backend), Failed> {
+        let file = self.store.strip_prefix("fdb:").filter(|file| !file.starts_with("//"));
         let scheme = self.store.split_once("://").map(|(scheme, _)| scheme);
         let (servers, name) = match scheme {
-            None => (Servers::default(), self.store.as_str()),
+            None if file == Some("") => return Err("fdb: needs the path of a cluster file behind it".into()),
+            None => match file {
+                Some(file) => (Servers::with_fdb(fdb::Server::given(file)?), "fdb"),
+                None => (Servers::default(), self.store.as_str()),
+            },
             Some("postgres" | "postgresql") => {
                 (Servers::with_postgres(Postgres::given(self.store.clone())), "postgres")
             }
@@ -182,7 +189,7 @@ mod tests {
         for arguments in ["--repeats 2", "--repeats 0.6 --duplicates 0.6", "--p99 1ms", "--queue 0", "--body 3"] {
             assert!(parse(arguments).unwrap().mix().is_err(), "{arguments}");
         }
-        for store in ["redid", "mysql://localhost"] {
+        for store in ["redid", "mysql://localhost", "fdb:", "fdb:/no/such/file"] {
             assert!(parse(&format!("--store {store}")).unwrap().store().is_err(), "{store}");
         }
         assert_eq!(parse("--store redis://localhost --cached").unwrap().store().unwrap().1.name, "redis-cached");
