@@ -84,14 +84,14 @@ fn start() -> Result<(), Failed> {
     Ok(())
 }
 
-/// To be called when the network has been used. Handlers of the exit run in the reverse order of their registration, and so do
-/// the destructors of the library's values, some of which it makes when it is first used: they have to come after the network's
-/// stop.
-pub(crate) fn used() {
-    static ONCE: Once = Once::new();
+/// To be called when the network has been used, and whether the cluster has answered. Handlers of the exit run in the reverse
+/// order of their registration, and so do the destructors of the library's values, some of which it makes when it is first
+/// used: they have to come after the network's stop.
+pub(crate) fn used(answered: bool) {
+    static ONCE: [Once; 2] = [const { Once::new() }; 2];
     if STARTED.get().is_some_and(Result::is_ok) {
         // Where there is no room for it, the one before is still there.
-        ONCE.call_once(|| _ = stop_at_exit());
+        ONCE[usize::from(answered)].call_once(|| _ = stop_at_exit());
     }
 }
 

@@ -75,8 +75,7 @@ impl FdbStore {
         let records = &store.records;
         let prepared =
             store.run(Operation::Setup, |transaction| async move { records.prepare(&transaction).await }).await;
-        // Also where that has failed.
-        network::used();
+        network::used(prepared.is_ok());
         prepared?;
         Ok(store)
     }
