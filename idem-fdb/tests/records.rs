@@ -11,6 +11,7 @@ absent::tests! { cases:
     a_day_that_is_over_is_cleared_at_once,
     no_day_is_cleared_that_a_slow_clock_takes_for_today,
     two_subspaces_are_two_stores,
+    a_directory_holds_a_store,
     the_longest_retention_counts_for_every_process,
     a_transaction_that_began_before_the_retention_was_raised_begins_anew,
     a_store_that_is_not_set_up_refuses,
@@ -33,6 +34,8 @@ mod cases {
 
     use idem_core::clock::ManualClock;
     use idem_core::{ErrorClass, ErrorKind, Failure, Key, KeyStore, Outcome, PurgeBudget, Reservation, Reserve, State};
+    use idem_fdb::foundationdb::directory::{Directory, DirectoryLayer};
+    use idem_fdb::foundationdb::tuple::Subspace;
     use idem_fdb::foundationdb::{FdbBindingError, FdbError};
     use idem_fdb::{CallError, Config, FdbStore, FdbStoreError, Records};
 
@@ -165,6 +168,21 @@ mod cases {
         acquire(&one, &request).await;
         acquire(&other, &Reserve::new(key("k"))).await;
         assert!(matches!(one.reserve(&Reserve::new(key("k"))).await.unwrap(), Reservation::InProgress { .. }));
+    }
+
+    pub(crate) async fn a_directory_holds_a_store() {
+        let database = open(fresh_config()).await.database().clone();
+        let path = ["idem-kit".to_owned(), format!("{:?}", SystemTime::now())];
+        let transaction = database.create_trx().unwrap();
+        let directory = DirectoryLayer::default().create_or_open(&transaction, &path, None, None).await.unwrap();
+        let prefix = directory.bytes().unwrap().to_vec();
+        transaction.commit().await.unwrap();
+        let config = Config::default().with_subspace(Subspace::from_bytes(prefix.clone()));
+        let store = FdbStore::with_database(database, config).await.unwrap();
+        let lease = acquire(&store, &Reserve::new(key("k"))).await;
+        store.complete(&lease, &Outcome::new(200, "done")).await.unwrap();
+        assert_eq!(count(&store).await, 1);
+        assert!(stored(&store).await.iter().all(|(place, _)| place.starts_with(&prefix)));
     }
 
     /// A process that was opened with a day looks as far ahead as one that was opened with a month, from the moment at which
