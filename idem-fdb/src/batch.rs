@@ -70,7 +70,7 @@ impl Batcher {
     pub(crate) async fn call(&self, call: Call<'_>) -> Answered {
         let (inner, operation) = (&self.0, call.operation());
         let config = inner.records.config();
-        call.check(config).map_err(|input| StoreError::invalid(input, STORE, operation))?;
+        call.check(config)?;
         let deadline = Instant::now() + config.call_timeout;
         if config.batching.calls <= 1 || inner.may_go_alone() {
             inner.alone.fetch_add(1, Ordering::Relaxed);
@@ -113,13 +113,7 @@ impl Batcher {
         let inner = &self.0;
         let config = inner.records.config();
         let deadline = Instant::now() + config.call_timeout;
-        let mut answers: Vec<Option<Answered>> = calls
-            .iter()
-            .map(|call| {
-                let checked = call.check(config);
-                checked.err().map(|input| Err(StoreError::invalid(input, STORE, call.operation())))
-            })
-            .collect();
+        let mut answers: Vec<Option<Answered>> = calls.iter().map(|call| call.check(config).err().map(Err)).collect();
         let good: Vec<usize> = (0..calls.len()).filter(|&at| answers[at].is_none()).collect();
         let mut left = &*good;
         while !left.is_empty() {
@@ -132,7 +126,7 @@ impl Batcher {
             let count = left.iter().take(MANY_CALLS).take_while(fits).count();
             let (batch, rest) = left.split_at(count.max(1));
             let part: Vec<Call<'_>> = batch.iter().map(|&at| calls[at]).collect();
-            let answered = inner.together(&part, deadline, config.max_tries).await;
+            let answered = inner.together(&part, deadline, config.max_tries, Effect::None).await;
             match answered {
                 Ok(answered) => {
                     for (&at, answer) in batch.iter().zip(answered) {
@@ -165,31 +159,27 @@ impl Inner {
         self.alone.load(Ordering::Relaxed) < self.records.config().batching.alone && self.queue().senders == 0
     }
 
-    async fn together(&self, calls: &[Call<'_>], deadline: Instant, tries: u32) -> Result<Vec<Answered>, Failed> {
+    /// Makes calls in one transaction, of which an earlier one may have been committed.
+    async fn together(
+        &self,
+        calls: &[Call<'_>],
+        deadline: Instant,
+        tries: u32,
+        before: Effect,
+    ) -> Result<Vec<Answered>, Failed> {
         let time = deadline.saturating_duration_since(Instant::now());
-        let bounds = Bounds { time, tries, before: Effect::None };
         let records = &self.records;
-        run(
-            &self.database,
-            bounds,
-            |transaction, before| async move { records.many(&transaction, calls, before).await },
-        )
+        run(&self.database, Bounds { time, tries, before }, |transaction, before| async move {
+            records.many(&transaction, calls, before).await
+        })
         .await
     }
 
+    /// Makes a call in a transaction of its own.
     async fn alone(&self, call: Call<'_>, deadline: Instant, before: Effect) -> Answered {
-        let time = deadline.saturating_duration_since(Instant::now());
-        let bounds = Bounds { time, tries: self.records.config().max_tries, before };
-        let (records, calls) = (&self.records, &[call]);
-        let answered = run(&self.database, bounds, |transaction, before| async move {
-            records.many(&transaction, calls, before).await
-        });
-        match answered.await {
-            Ok(mut answers) => {
-                answers.pop().unwrap_or_else(|| Err(StoreError::new(ErrorKind::Other, STORE, call.operation())))
-            }
-            Err(failed) => Err(failed.into_error(call.operation())),
-        }
+        let answered = self.together(&[call], deadline, self.records.config().max_tries, before).await;
+        let answer = answered.map_err(|failed| failed.into_error(call.operation()))?.pop();
+        answer.unwrap_or_else(|| Err(StoreError::new(ErrorKind::Other, STORE, call.operation())))
     }
 
     /// What to send together next.
@@ -234,7 +224,8 @@ impl Sender {
             // Who has to have an answer sooner gives up by itself.
             let deadline = batch.iter().map(|job| job.deadline).max().unwrap_or_else(Instant::now);
             let calls: Vec<Call<'_>> = batch.iter().map(|job| job.call.call()).collect();
-            let answered = inner.together(&calls, deadline, TOGETHER.min(inner.records.config().max_tries)).await;
+            let tries = TOGETHER.min(inner.records.config().max_tries);
+            let answered = inner.together(&calls, deadline, tries, Effect::None).await;
             match answered {
                 Ok(answers) => {
                     for (job, answer) in batch.into_iter().zip(answers) {

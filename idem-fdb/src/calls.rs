@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use idem_core::decision::Refusal;
 use idem_core::limits::{check_lease, check_retention};
-use idem_core::{Failure, InvalidInput, Key, Lease, Operation, Outcome, Record, Reservation, Reserve};
+use idem_core::{ErrorKind, Failure, Key, Lease, Operation, Outcome, Record, Reservation, Reserve, StoreError};
 
 use crate::config::Config;
+use crate::error::STORE;
 
 /// A call.
 #[derive(Debug, Clone, Copy)]
@@ -34,11 +35,29 @@ pub(crate) enum Answer {
     Done,
 }
 
-impl Call<'_> {
-    pub(crate) fn key(&self) -> &Key {
+impl Answer {
+    /// What a reserve is answered.
+    pub(crate) fn reserved(self) -> Result<Reservation, StoreError> {
+        match self {
+            Self::Reserved(reservation) => Ok(reservation),
+            Self::Done => Err(StoreError::new(ErrorKind::Other, STORE, Operation::Reserve)),
+        }
+    }
+}
+
+impl<'c> Call<'c> {
+    pub(crate) fn key(&self) -> &'c Key {
         match self {
             Self::Reserve(request) => &request.key,
             Self::Complete(lease, _) | Self::Fail(lease, _) | Self::Renew(lease, _) => &lease.key,
+        }
+    }
+
+    /// The lease under which it is made.
+    pub(crate) fn lease(&self) -> Option<&'c Lease> {
+        match self {
+            Self::Reserve(_) => None,
+            Self::Complete(lease, _) | Self::Fail(lease, _) | Self::Renew(lease, _) => Some(lease),
         }
     }
 
@@ -62,14 +81,15 @@ impl Call<'_> {
     }
 
     /// Refuses what breaks a limit, before anything is sent.
-    pub(crate) fn check(&self, config: &Config) -> Result<(), InvalidInput> {
+    pub(crate) fn check(&self, config: &Config) -> Result<(), StoreError> {
         let retention = |lease: &Lease| check_retention(lease.retention, config.max_retention);
-        match self {
+        let checked = match self {
             Self::Reserve(request) => request.validate(config.max_retention),
             Self::Complete(lease, outcome) => retention(lease).and_then(|()| outcome.validate(config.outcome_limit)),
             Self::Fail(lease, _) => retention(lease),
             Self::Renew(_, extend_by) => check_lease(*extend_by),
-        }
+        };
+        checked.map_err(|input| StoreError::invalid(input, STORE, self.operation()))
     }
 
     /// Whether an answer, given on this record, tells what became of the call although an earlier try of it may have been

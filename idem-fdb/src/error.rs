@@ -147,13 +147,9 @@ pub(crate) enum Effect {
     Possible,
 }
 
-/// The contract's error for FoundationDB's.
-pub(crate) fn fdb_error(error: FdbError, effect: Effect, operation: Operation) -> StoreError {
+/// The contract's error for FoundationDB's, of a call that has changed nothing.
+pub(crate) fn fdb_error(error: FdbError, operation: Operation) -> StoreError {
     let (kind, class) = classify(error);
-    let class = match effect {
-        Effect::None => class,
-        Effect::Possible => ErrorClass::Unknown,
-    };
     StoreError::new(kind, STORE, operation).with_class(class).with_source(error)
 }
 

@@ -6,9 +6,9 @@ use std::thread::{self, JoinHandle};
 
 use foundationdb::FdbError;
 use foundationdb_sys as sys;
-use idem_core::{ErrorKind, Operation, StoreError};
+use idem_core::{Operation, StoreError};
 
-use crate::error::{Effect, FdbStoreError, STORE, fdb_error};
+use crate::error::{FdbStoreError, fdb_error, own_error};
 
 /// `api_version_already_set`
 const ALREADY_SET: i32 = 2201;
@@ -37,16 +37,14 @@ static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 /// variables `FDB_NETWORK_OPTION_…`, which the library reads by itself, or from a boot of your own.
 ///
 /// # Errors
-/// [`ErrorKind::Misconfigured`], for good, where the installed library is
+/// [`ErrorKind::Misconfigured`](idem_core::ErrorKind::Misconfigured), for good, where the installed library is
 /// [too old](FdbStoreError::ClientTooOld) or refuses.
 pub fn boot() -> Result<(), StoreError> {
-    STARTED.get_or_init(start).map_err(|failed| {
-        let error = StoreError::new(ErrorKind::Misconfigured, STORE, Operation::Setup);
-        match failed {
-            Failed::Fdb(code) => fdb_error(FdbError::from_code(code), Effect::None, Operation::Setup),
-            Failed::TooOld { found, wanted } => error.with_source(FdbStoreError::ClientTooOld { found, wanted }),
-            Failed::Thread => error.with_source(FdbStoreError::NetworkThread),
-        }
+    let own = |error| own_error(error, Operation::Setup);
+    STARTED.get_or_init(start).map_err(|failed| match failed {
+        Failed::Fdb(code) => fdb_error(FdbError::from_code(code), Operation::Setup),
+        Failed::TooOld { found, wanted } => own(FdbStoreError::ClientTooOld { found, wanted }),
+        Failed::Thread => own(FdbStoreError::NetworkThread),
     })
 }
 

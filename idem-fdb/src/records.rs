@@ -140,10 +140,7 @@ impl Records {
     /// A read for each day on which a record may expire from now, all at once: two with retentions up to a day. One more
     /// where the record has pieces.
     pub async fn reserve(&self, transaction: &Transaction, request: &Reserve) -> Result<Reservation, CallError> {
-        match self.one(transaction, Call::Reserve(request)).await? {
-            Answer::Reserved(reservation) => Ok(reservation),
-            Answer::Done => Err(StoreError::new(ErrorKind::Other, STORE, Operation::Reserve).into()),
-        }
+        Ok(self.one(transaction, Call::Reserve(request)).await?.reserved()?)
     }
 
     /// [`complete`](idem_core::KeyStore::complete).
@@ -190,7 +187,7 @@ impl Records {
     /// As [`reserve`](Self::reserve).
     pub async fn fetch(&self, transaction: &Transaction, key: &Key) -> Result<Option<Record>, CallError> {
         let found = self.look(transaction, key).await.map_err(|stop| stop.in_transaction(Operation::Fetch))?;
-        Ok(found.map_err(|error| unreadable(error, Operation::Fetch))?)
+        Ok(found.map_err(|error| own_error(error.into(), Operation::Fetch))?)
     }
 
     pub(crate) async fn look(
@@ -233,12 +230,12 @@ impl Records {
     /// Makes a call.
     pub(crate) async fn one(&self, transaction: &Transaction, call: Call<'_>) -> Result<Answer, CallError> {
         let operation = call.operation();
-        call.check(&self.config).map_err(|input| StoreError::invalid(input, STORE, operation))?;
+        call.check(&self.config)?;
         // Before the reads: what is read is no older than this, so that nothing looks older than it is.
         let now = self.config.clock.now();
         let wanted = self.want(call, now);
         let found = self.find(transaction, wanted, now).await.map_err(|stop| stop.in_transaction(operation))?;
-        let mut found = found.map_err(|error| unreadable(error, operation))?;
+        let mut found = found.map_err(|error| own_error(error.into(), operation))?;
         let answer = self.apply(transaction, call, &mut found, now);
         Ok(answer.map_err(|refusal| StoreError::refused(refusal, STORE, operation))?)
     }
@@ -282,7 +279,7 @@ impl Records {
                     }
                     answer.map_err(|refusal| StoreError::refused(refusal, STORE, operation))
                 }
-                Some(Err(error)) => Err(unreadable(*error, operation)),
+                Some(Err(error)) => Err(own_error((*error).into(), operation)),
                 None => Err(StoreError::new(ErrorKind::Other, STORE, operation)),
             }
         });
@@ -354,12 +351,8 @@ impl Records {
     /// If that day lies ahead, nobody has a newer record of the key on another one: whoever makes one looks at that day too,
     /// unless his clock says that it is over, which is beyond the bound on the skew.
     fn want<'c>(&self, call: Call<'c>, now: SystemTime) -> Wanted<'c> {
-        let (key, lease) = match call {
-            Call::Reserve(request) => (&request.key, None),
-            Call::Complete(lease, _) | Call::Fail(lease, _) | Call::Renew(lease, _) => (&lease.key, Some(lease)),
-        };
-        let day = lease.map(|lease| keys::day(now + lease.retention + self.config.max_clock_skew));
-        Wanted { key, likely: day.filter(|day| *day > keys::day(now)) }
+        let day = call.lease().map(|lease| keys::day(now + lease.retention + self.config.max_clock_skew));
+        Wanted { key: call.key(), likely: day.filter(|day| *day > keys::day(now)) }
     }
 
     /// Reads the records of keys, all of which differ, wherever they lie.
@@ -460,10 +453,6 @@ async fn arrived(
         values.extend(read.await?.map(|value| (place, value)));
     }
     Ok(values)
-}
-
-fn unreadable(error: ValueError, operation: Operation) -> StoreError {
-    StoreError::new(ErrorKind::Unreadable, STORE, operation).with_source(FdbStoreError::Value(error))
 }
 
 /// The record of these values, of which that of the latest day comes first.

@@ -80,18 +80,15 @@ impl Failed {
     }
 
     pub(crate) fn into_error(self, operation: Operation) -> StoreError {
-        let possible = self.effect == Effect::Possible;
-        match self.cause {
-            Cause::Stop(Stop::Fdb(error)) => fdb_error(error, self.effect, operation),
-            Cause::Stop(Stop::Own(error)) => {
-                let error = own_error(error, operation);
-                if possible { error.with_class(ErrorClass::Unknown) } else { error }
-            }
-            Cause::Time => {
-                let class = if possible { ErrorClass::Unknown } else { ErrorClass::Retryable };
-                StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(class)
-            }
+        let error = match self.cause {
+            Cause::Stop(Stop::Fdb(error)) => fdb_error(error, operation),
+            Cause::Stop(Stop::Own(error)) => own_error(error, operation),
+            Cause::Time => StoreError::new(ErrorKind::Timeout, STORE, operation).with_class(ErrorClass::Retryable),
             Cause::Driver => StoreError::new(ErrorKind::Other, STORE, operation),
+        };
+        match self.effect {
+            Effect::None => error,
+            Effect::Possible => error.with_class(ErrorClass::Unknown),
         }
     }
 }

@@ -8,8 +8,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use foundationdb::{Database, RetryableTransaction};
 use idem_core::{
-    Capabilities, ErrorKind, Failure, Key, KeyStore, Lease, Operation, Outcome, PurgeBudget, Purged, Record,
-    Reservation, Reserve, StoreError,
+    Capabilities, Failure, Key, KeyStore, Lease, Operation, Outcome, PurgeBudget, Purged, Record, Reservation, Reserve,
+    StoreError,
 };
 
 use crate::batch::Batcher;
@@ -42,25 +42,22 @@ impl FdbStore {
     /// `FDB_CLUSTER_FILE`. [Starts the network](crate::boot) where it does not run.
     ///
     /// # Errors
-    /// [`ErrorKind::Misconfigured`] where the cluster file cannot be read or the client library is too old,
-    /// [`ErrorKind::Timeout`] where the cluster does not answer within [`Config::call_timeout`].
+    /// [`ErrorKind::Misconfigured`](idem_core::ErrorKind::Misconfigured) where the cluster file cannot be read or the client library is too old,
+    /// [`ErrorKind::Timeout`](idem_core::ErrorKind::Timeout) where the cluster does not answer within [`Config::call_timeout`].
     ///
     /// # Cost
     /// One transaction, which writes where the store is new.
     pub async fn open(cluster_file: Option<&Path>, config: Config) -> Result<Self, StoreError> {
         network::boot()?;
-        let wrong = |source: FdbStoreError| {
-            StoreError::new(ErrorKind::Misconfigured, STORE, Operation::Setup).with_source(source)
-        };
         let path = match cluster_file {
             None => None,
             Some(path) => {
                 // The driver would panic.
                 let path = path.to_str().filter(|path| !path.contains('\0'));
-                Some(path.ok_or_else(|| wrong(FdbStoreError::ClusterFile))?)
+                Some(path.ok_or_else(|| own_error(FdbStoreError::ClusterFile, Operation::Setup))?)
             }
         };
-        let database = Database::new(path).map_err(|error| fdb_error(error, Effect::None, Operation::Setup))?;
+        let database = Database::new(path).map_err(|error| fdb_error(error, Operation::Setup))?;
         Self::with_database(Arc::new(database), config).await
     }
 
@@ -109,13 +106,6 @@ impl FdbStore {
     }
 }
 
-fn reserved(answer: Answer) -> Result<Reservation, StoreError> {
-    match answer {
-        Answer::Reserved(reservation) => Ok(reservation),
-        Answer::Done => Err(StoreError::new(ErrorKind::Other, STORE, Operation::Reserve)),
-    }
-}
-
 #[async_trait]
 impl KeyStore for FdbStore {
     fn capabilities(&self) -> Capabilities {
@@ -123,7 +113,7 @@ impl KeyStore for FdbStore {
     }
 
     async fn reserve(&self, request: &Reserve) -> Result<Reservation, StoreError> {
-        self.batcher.call(Call::Reserve(request)).await.and_then(reserved)
+        self.batcher.call(Call::Reserve(request)).await.and_then(Answer::reserved)
     }
 
     async fn complete(&self, lease: &Lease, outcome: &Outcome) -> Result<(), StoreError> {
@@ -155,7 +145,7 @@ impl KeyStore for FdbStore {
     async fn reserve_many(&self, requests: &[Reserve]) -> Vec<Result<Reservation, StoreError>> {
         let calls: Vec<_> = requests.iter().map(Call::Reserve).collect();
         let answers = self.batcher.call_many(&calls).await;
-        answers.into_iter().map(|answer| answer.and_then(reserved)).collect()
+        answers.into_iter().map(|answer| answer.and_then(Answer::reserved)).collect()
     }
 
     /// As few transactions as hold the calls: up to a thousand calls, and 4 MiB, in one.

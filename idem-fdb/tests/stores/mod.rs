@@ -133,10 +133,21 @@ pub(crate) async fn stored(store: &FdbStore) -> Vec<(Vec<u8>, Vec<u8>)> {
 /// A clock that stands still unless the kit moves it, and no bound on skew: the cases look at the very edges.
 pub(crate) struct Exact(pub(crate) Batching);
 
-pub(crate) struct Fresh {
+/// A store by itself, and what moves its clock.
+struct Fresh {
     config: Config,
-    clock: Arc<ManualClock>,
+    advance: Box<dyn Fn(Duration) + Send + Sync>,
     store: Arc<FdbStore>,
+}
+
+impl Fresh {
+    async fn build(
+        config: Config,
+        advance: impl Fn(Duration) + Send + Sync + 'static,
+    ) -> Result<Box<dyn Fixture>, HarnessError> {
+        let store = Arc::new(FdbStore::open(Some(&CLUSTER.file()), config.clone()).await?);
+        Ok(Box::new(Self { config, advance: Box::new(advance), store }))
+    }
 }
 
 #[async_trait]
@@ -156,8 +167,7 @@ impl Harness for Exact {
     async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
         let clock = Arc::new(ManualClock::default());
         let config = fresh_config().with_clock(clock.clone()).with_max_clock_skew(Duration::ZERO).with_batching(self.0);
-        let store = Arc::new(FdbStore::open(Some(&CLUSTER.file()), config.clone()).await?);
-        Ok(Box::new(Fresh { config, clock, store }))
+        Fresh::build(config, move |by| clock.advance(by)).await
     }
 }
 
@@ -168,7 +178,7 @@ impl Fixture for Fresh {
     }
 
     async fn advance(&self, by: Duration) -> Result<(), HarnessError> {
-        self.clock.advance(by);
+        (self.advance)(by);
         Ok(())
     }
 
@@ -200,12 +210,6 @@ pub(crate) async fn garble(store: &FdbStore, key: &Key) {
 /// As a service has it: the wall clock, and a bound of five seconds.
 pub(crate) struct Skewed;
 
-struct Shifted {
-    config: Config,
-    clock: Arc<ShiftedClock>,
-    store: Arc<FdbStore>,
-}
-
 #[async_trait]
 impl Harness for Skewed {
     fn name(&self) -> String {
@@ -223,23 +227,6 @@ impl Harness for Skewed {
     async fn build(&self) -> Result<Box<dyn Fixture>, HarnessError> {
         let clock = Arc::new(ShiftedClock::default());
         let config = fresh_config().with_clock(clock.clone());
-        let store = Arc::new(FdbStore::open(Some(&CLUSTER.file()), config.clone()).await?);
-        Ok(Box::new(Shifted { config, clock, store }))
-    }
-}
-
-#[async_trait]
-impl Fixture for Shifted {
-    fn store(&self) -> Arc<dyn KeyStore> {
-        self.store.clone()
-    }
-
-    async fn advance(&self, by: Duration) -> Result<(), HarnessError> {
-        self.clock.advance(by);
-        Ok(())
-    }
-
-    async fn reopen(&self) -> Result<Arc<dyn KeyStore>, HarnessError> {
-        Ok(Arc::new(FdbStore::open(Some(&CLUSTER.file()), self.config.clone()).await?))
+        Fresh::build(config, move |by| clock.advance(by)).await
     }
 }
