@@ -7,8 +7,8 @@
 //!   cluster's has its replicas' in it.
 //! - Memory and disk: what the server says it has used, before and after. Of a cluster, its masters' memory; of
 //!   FoundationDB, the keys and values, to which its engines add what they need.
-//! - Allocations: of one thread that is client, driver and runtime together, by one caller; a key, a request and an outcome
-//!   for each pair are among them. Those of FoundationDB's client library are not.
+//! - Allocations: of one thread that is client, driver and runtime together, by one caller and by 64; a key, a request and an
+//!   outcome for each pair are among them. Those of FoundationDB's client library are not.
 //!
 //! `IDEM_BENCH_RECORDS` (default 50000): pairs for each figure. `IDEM_BENCH_BACKENDS=redis,memory` chooses.
 #![allow(clippy::print_stdout, missing_docs, reason = "a program for the terminal")]
@@ -84,6 +84,7 @@ struct Costs {
     disk: Option<f64>,
     log: Option<f64>,
     pair: AllocationInfo,
+    pair_together: AllocationInfo,
     replay: AllocationInfo,
 }
 
@@ -185,6 +186,9 @@ fn measure(measured: Measured, servers: &Servers, records: u64) -> Result<Costs,
             }
             Ok::<_, Failed>(())
         }));
+    });
+    costs.pair_together = allocation_counter::measure(|| {
+        results.push(runtime.block_on(pairs(&opened.subject, CALLERS, sampled())));
     });
     costs.replay = allocation_counter::measure(|| {
         results.push(runtime.block_on(async {
@@ -306,9 +310,10 @@ fn show(rows: &[(String, Costs)]) {
     println!(
         "\n| | round trips, 1 caller | sent, bytes | received, bytes | round trips, {CALLERS} callers | sent, bytes | \
          received, bytes | server CPU, s per million | client CPU, s per million | memory per record, bytes | disk per \
-         record, bytes | log per pair, bytes | allocations per pair | bytes | allocations per replay | bytes |"
+         record, bytes | log per pair, bytes | allocations per pair, 1 caller | bytes | {CALLERS} callers | bytes | \
+         allocations per replay | bytes |"
     );
-    println!("|---|{}", "---:|".repeat(15));
+    println!("|---|{}", "---:|".repeat(17));
     for (name, costs) in rows {
         let mut cells = Vec::new();
         for counted in [costs.alone, costs.together] {
@@ -321,7 +326,7 @@ fn show(rows: &[(String, Costs)]) {
         let whole = |figure: Option<f64>| figure.map(|figure| format!("{figure:.0}"));
         cells.extend([digit(costs.server_cpu), digit(costs.client_cpu)]);
         cells.extend([whole(costs.memory), whole(costs.disk), whole(costs.log)]);
-        for counted in [&costs.pair, &costs.replay] {
+        for counted in [&costs.pair, &costs.pair_together, &costs.replay] {
             cells.push(digit(Some(counted.count_total as f64 / sampled() as f64)));
             cells.push(whole(Some(counted.bytes_total as f64 / sampled() as f64)));
         }
