@@ -122,8 +122,9 @@ impl<S: Batched> Batcher<S> {
     pub(crate) async fn call(&self, call: S::Call) -> Result<S::Answer, StoreError> {
         let deadline = Instant::now() + self.work.call_timeout;
         let answer = match self.alone(&call) {
-            // Sent from here, without a way through another task.
-            Some(_permit) => self.work.one(&call, deadline).await,
+            // Sent from here, without a way through another task; apart, so that a call which waits in the queue does not
+            // carry the room for what sends it.
+            Some(_permit) => Box::pin(self.work.one(&call, deadline)).await,
             None => self.enqueue(call.clone(), deadline).await,
         };
         match answer {

@@ -46,7 +46,8 @@ impl Connections {
         if let Some((connection, _)) = self.kept().connections.pop() {
             return Ok(connection);
         }
-        match timeout_at(deadline, self.pool.acquire()).await {
+        // Apart: it is large, and seldom needed.
+        match timeout_at(deadline, Box::pin(self.pool.acquire())).await {
             Ok(connection) => connection.map_err(|error| store_error(error, Stage::Acquire, operation)),
             Err(_) => Err(too_late(operation)),
         }

@@ -71,7 +71,8 @@ impl Batcher {
         if inner.batching.calls <= 1 || inner.link.is_cluster() || inner.may_go_alone() {
             inner.alone.fetch_add(1, Ordering::Relaxed);
             let _alone = Alone(&inner.alone);
-            return inner.link.one(&command, key, deadline).await;
+            // Apart, so that a call which waits in the queue does not carry the room for what sends it.
+            return Box::pin(inner.link.one(&command, key, deadline)).await;
         }
         let (reply, answer) = oneshot::channel();
         let number = {

@@ -134,7 +134,7 @@ impl Link {
         // A single server asks for no slot.
         let node = if self.is_cluster() { slot(key) } else { SingleNodeRoutingInfo::Random };
         let answer = if self.acknowledge.waits() {
-            self.alone(command, node, false, deadline).await
+            Box::pin(self.alone(command, node, false, deadline)).await
         } else {
             self.send(command, RoutingInfo::SingleNode(node), deadline).await
         };
@@ -147,7 +147,7 @@ impl Link {
         };
         let redirected = RedisError::from(error.clone());
         match redirected.redirect_node().and_then(|(node, _)| address(node)) {
-            Some(node) if self.is_cluster() => self.alone(command, node, asking, deadline).await,
+            Some(node) if self.is_cluster() => Box::pin(self.alone(command, node, asking, deadline)).await,
             _ => answer,
         }
     }
@@ -431,7 +431,8 @@ impl<T: Target> Socket<T> {
         if let Some(current) = self.current() {
             return Ok(current);
         }
-        timeout_at(deadline, self.connected()).await.unwrap_or(Err(Trouble::Timeout { sent: false }))
+        // Apart: it is large, and seldom needed.
+        timeout_at(deadline, Box::pin(self.connected())).await.unwrap_or(Err(Trouble::Timeout { sent: false }))
     }
 
     async fn connected(&self) -> Result<(u64, T::Connection), Trouble> {
