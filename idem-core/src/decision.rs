@@ -39,56 +39,108 @@ pub enum Decision {
 ///
 /// The record must be the one that the following write replaces: read and write are one step, or the answer is wrong.
 #[must_use]
-#[inline(always)]
 pub fn decide(record: Option<&Record>, request: &Reserve, now: SystemTime) -> Decision {
+    match rule(record, request, now) {
+        Ruling::Acquire(grant) => Decision::Acquire(grant.record(request, now)),
+        Ruling::Answer(answer) => Decision::Answer(answer.reservation(request, now)),
+        Ruling::LeaseLost => Decision::LeaseLost,
+    }
+}
+
+/// A [`Decision`] before its record or its answer is made. These are large: who makes them where they go saves copying
+/// them there.
+pub(crate) enum Ruling<'a> {
+    Acquire(Grant<'a>),
+    Answer(Answer<'a>),
+    LeaseLost,
+}
+
+/// How the key is acquired, and the live record that is replaced.
+pub(crate) struct Grant<'a> {
+    pub(crate) attempt: u32,
+    pub(crate) origin: Origin,
+    before: Option<&'a Record>,
+}
+
+/// What to answer, and the record that it is made of.
+pub(crate) enum Answer<'a> {
+    Acquired(&'a Record),
+    InProgress(&'a Record),
+    Completed(&'a Record),
+    Abandoned(&'a Record),
+    Mismatch,
+}
+
+/// As [`decide`].
+#[inline(always)]
+pub(crate) fn rule<'a>(record: Option<&'a Record>, request: &Reserve, now: SystemTime) -> Ruling<'a> {
     let Some(record) = record.filter(|record| !record.is_expired(now)) else {
-        return acquire(request, 1, Origin::Fresh, None, now);
+        return Ruling::Acquire(Grant { attempt: 1, origin: Origin::Fresh, before: None });
     };
     if let (Some(stored), Some(given)) = (&record.fingerprint, &request.fingerprint)
         && stored != given
     {
-        return Decision::Answer(Reservation::Mismatch);
+        return Ruling::Answer(Answer::Mismatch);
     }
-    let next = record.attempt.saturating_add(1);
+    let next =
+        |origin| Ruling::Acquire(Grant { attempt: record.attempt.saturating_add(1), origin, before: Some(record) });
     match &record.state {
-        State::Completed(_) => Decision::Answer(Reservation::Completed(record.read_as(&request.key, now))),
-        State::Failed(_) if record.token == request.token => Decision::LeaseLost,
-        State::Failed(_) => acquire(request, next, Origin::Retry, Some(record), now),
-        State::InProgress if record.token == request.token => Decision::Answer(Reservation::Acquired(record.lease())),
-        State::InProgress if now < record.lease_until => Decision::Answer(Reservation::InProgress {
-            attempt: record.attempt,
-            // Never zero: a caller that waits for no time would spin.
-            retry_after: record.lease_left(now).max(Duration::from_nanos(1)),
-        }),
+        State::Completed(_) => Ruling::Answer(Answer::Completed(record)),
+        State::Failed(_) if record.token == request.token => Ruling::LeaseLost,
+        State::Failed(_) => next(Origin::Retry),
+        State::InProgress if record.token == request.token => Ruling::Answer(Answer::Acquired(record)),
+        State::InProgress if now < record.lease_until => Ruling::Answer(Answer::InProgress(record)),
         State::InProgress => match request.on_abandoned {
-            OnAbandoned::TakeOver => {
-                let previous =
-                    PreviousAttempt { token: record.token, attempt: record.attempt, started_at: record.started_at };
-                acquire(request, next, Origin::Takeover(previous), Some(record), now)
-            }
-            OnAbandoned::Refuse => Decision::Answer(Reservation::Abandoned(record.read_as(&request.key, now))),
+            OnAbandoned::TakeOver => next(Origin::Takeover(PreviousAttempt {
+                token: record.token,
+                attempt: record.attempt,
+                started_at: record.started_at,
+            })),
+            OnAbandoned::Refuse => Ruling::Answer(Answer::Abandoned(record)),
         },
     }
 }
 
-fn acquire(request: &Reserve, attempt: u32, origin: Origin, before: Option<&Record>, now: SystemTime) -> Decision {
-    let lease_until = after(now, request.lease);
-    Decision::Acquire(Record {
-        key: request.key.clone(),
-        state: State::InProgress,
-        // Fixed by the first reserve: compared later, never adopted.
-        fingerprint: before.map_or(request.fingerprint, |record| record.fingerprint),
-        attempt,
-        token: request.token,
-        origin,
-        retention: request.retention,
-        created_at: before.map_or(now, |record| record.created_at),
-        started_at: now,
-        updated_at: now,
-        lease_until,
-        expires_at: after(now, request.retention).max(lease_until),
-        read_at: now,
-    })
+impl Grant<'_> {
+    /// The record to write.
+    #[inline(always)]
+    pub(crate) fn record(&self, request: &Reserve, now: SystemTime) -> Record {
+        let lease_until = after(now, request.lease);
+        Record {
+            key: request.key.clone(),
+            state: State::InProgress,
+            // Fixed by the first reserve: compared later, never adopted.
+            fingerprint: self.before.map_or(request.fingerprint, |record| record.fingerprint),
+            attempt: self.attempt,
+            token: request.token,
+            origin: self.origin,
+            retention: request.retention,
+            created_at: self.before.map_or(now, |record| record.created_at),
+            started_at: now,
+            updated_at: now,
+            lease_until,
+            expires_at: after(now, request.retention).max(lease_until),
+            read_at: now,
+        }
+    }
+}
+
+impl Answer<'_> {
+    /// The answer itself.
+    #[inline(always)]
+    pub(crate) fn reservation(&self, request: &Reserve, now: SystemTime) -> Reservation {
+        match self {
+            Self::Acquired(record) => Reservation::Acquired(record.lease()),
+            Self::InProgress(record) => Reservation::InProgress {
+                attempt: record.attempt,
+                // Never zero: a caller that waits for no time would spin.
+                retry_after: record.lease_left(now).max(Duration::from_nanos(1)),
+            },
+            Self::Completed(record) => Reservation::Completed(record.read_as(&request.key, now)),
+            Self::Abandoned(record) => Reservation::Abandoned(record.read_as(&request.key, now)),
+            Self::Mismatch => Reservation::Mismatch,
+        }
+    }
 }
 
 /// Whether a call that was accepted has to be written.

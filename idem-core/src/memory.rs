@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use hashbrown::HashTable;
 
 use crate::clock::{Clock, MonotonicClock};
-use crate::decision::{self, Change, Decision, Refusal};
+use crate::decision::{self, Change, Refusal, Ruling};
 use crate::error::{ErrorKind, Operation, StoreError};
 use crate::key::Key;
 use crate::limits::{
@@ -288,6 +288,41 @@ impl MemoryStore {
         self.bury(swept);
     }
 
+    /// Writes the record of a key that was acquired, in place of another where there is one; false if the store is full.
+    fn write(
+        &self,
+        mut shard: MutexGuard<'_, Shard>,
+        hash: u64,
+        record: Box<Record>,
+        replaces: bool,
+        now: SystemTime,
+    ) -> bool {
+        if replaces && let Some(slot) = shard.find_mut(hash, &record.key) {
+            let expires_at = record.expires_at;
+            slot.expires_at = expires_at;
+            let replaced = std::mem::replace(&mut slot.record, record);
+            shard.note(expires_at);
+            // What goes is dropped after the lock is released.
+            drop(shard);
+            drop(replaced);
+            return true;
+        }
+        let mut swept = Vec::new();
+        if now >= shard.earliest {
+            shard.sweep(now, SWEEP, usize::MAX, &mut swept);
+        }
+        if swept.is_empty() && !self.take_place() {
+            return false;
+        }
+        // The new record takes the place of one that was swept.
+        let replaced = swept.pop();
+        shard.insert(hash, record);
+        drop(shard);
+        drop(replaced);
+        self.bury(swept);
+        true
+    }
+
     /// `full` is what to do about a full store.
     #[inline]
     fn reserve_now(
@@ -295,39 +330,27 @@ impl MemoryStore {
         request: &Reserve,
         full: impl FnOnce() -> Result<Reservation, StoreError>,
     ) -> Result<Reservation, StoreError> {
-        // Declared before the lock, so that what goes is dropped after it is released.
-        let mut swept = Vec::new();
-        let _replaced;
-        let (hash, mut shard) = self.locate(&request.key);
+        let (hash, shard) = self.locate(&request.key);
         let now = self.clock.now();
-        let found = shard.find_mut(hash, &request.key);
-        match decision::decide(found.as_ref().map(|slot| &*slot.record), request, now) {
-            Decision::Answer(answer) => Ok(answer),
-            Decision::LeaseLost => Err(StoreError::new(ErrorKind::LeaseLost, STORE, Operation::Reserve)),
-            Decision::Acquire(record) => {
-                let lease = record.lease();
-                if let Some(slot) = found {
-                    slot.expires_at = record.expires_at;
-                    _replaced = std::mem::replace(&mut slot.record, Box::new(record));
-                    let expires_at = slot.expires_at;
-                    shard.note(expires_at);
-                } else {
-                    if now >= shard.earliest {
-                        shard.sweep(now, SWEEP, usize::MAX, &mut swept);
-                    }
-                    if swept.is_empty() && !self.take_place() {
-                        drop(shard);
-                        return full();
-                    }
-                    // The new record takes the place of one that was swept.
-                    if let Some(slot) = swept.pop() {
-                        _replaced = slot.record;
-                    }
-                    shard.insert(hash, Box::new(record));
+        let found = shard.find(hash, &request.key);
+        let replaces = found.is_some();
+        match decision::rule(found.map(|slot| &*slot.record), request, now) {
+            Ruling::Answer(answer) => Ok(answer.reservation(request, now)),
+            Ruling::LeaseLost => Err(StoreError::new(ErrorKind::LeaseLost, STORE, Operation::Reserve)),
+            Ruling::Acquire(grant) => {
+                let (attempt, origin) = (grant.attempt, grant.origin);
+                // The box first, so that the record is written into it instead of being copied there.
+                let record = Box::write(Box::new_uninit(), grant.record(request, now));
+                if !self.write(shard, hash, record, replaces, now) {
+                    return full();
                 }
-                drop(shard);
-                self.bury(swept);
-                Ok(Reservation::Acquired(lease))
+                Ok(Reservation::Acquired(Lease::new(
+                    request.key.clone(),
+                    request.token,
+                    attempt,
+                    origin,
+                    request.retention,
+                )))
             }
         }
     }
@@ -434,6 +457,7 @@ impl fmt::Display for MemoryStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::decision::Decision;
     use crate::request::Reserve;
 
     /// Growth moves entries from behind the sweep's cursor to before it, and from before it to behind.
