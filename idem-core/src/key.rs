@@ -66,19 +66,21 @@ impl fmt::Display for Scope {
 /// assert!(Key::new("tenant-7", "").is_err());
 /// # Ok::<(), idem_core::InvalidInput>(())
 /// ```
-#[derive(Clone)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Key(Text);
 
-/// Scope and id, one after the other, and where the border is.
+/// The scope's length in one byte, then scope and id: "ab" + "c" and "a" + "bc" are two keys.
 ///
-/// In place where it fits, so that a look-up follows one pointer less and repeats do not contend for a count.
-#[derive(Clone)]
+/// In one piece, so that a key is hashed and compared by one call each. In place where it fits, so that a look-up
+/// follows one pointer less and repeats do not contend for a count; what is left behind the text is zero, so that
+/// equal keys have equal bytes.
+#[derive(Clone, PartialEq, Eq)]
 enum Text {
-    Inline { bytes: [u8; INLINE], len: u8, scope: u8 },
-    Shared { text: Arc<str>, scope: u8 },
+    Inline { bytes: [u8; 1 + INLINE], len: u8 },
+    Shared(Arc<[u8]>),
 }
 
-/// As many bytes as make a key 64 bytes.
+/// As many bytes of scope and id as make a key 64 bytes.
 const INLINE: usize = 61;
 
 impl Key {
@@ -98,49 +100,53 @@ impl Key {
 
     /// Both parts have been checked: the scope's length fits a byte.
     fn join(scope: &str, id: &str) -> Self {
-        let len = scope.len() + id.len();
         let border = scope.len() as u8;
-        let mut bytes = [0; INLINE];
-        match bytes.get_mut(..len) {
+        let len = 1 + scope.len() + id.len();
+        let mut bytes = [0; 1 + INLINE];
+        match bytes.get_mut(1..len) {
             Some(place) => {
                 let (before, behind) = place.split_at_mut(scope.len());
                 before.copy_from_slice(scope.as_bytes());
                 behind.copy_from_slice(id.as_bytes());
-                Self(Text::Inline { bytes, len: len as u8, scope: border })
+                bytes[0] = border;
+                Self(Text::Inline { bytes, len: len as u8 })
             }
-            None => Self(Text::Shared { text: [scope, id].concat().into(), scope: border }),
+            None => Self(Text::Shared([&[border], scope.as_bytes(), id.as_bytes()].concat().into())),
         }
     }
 
-    fn bytes(&self) -> &[u8] {
+    /// The scope's length, scope and id.
+    fn whole(&self) -> &[u8] {
         match &self.0 {
-            Text::Inline { bytes, len, .. } => &bytes[..usize::from(*len)],
-            Text::Shared { text, .. } => text.as_bytes(),
+            Text::Inline { bytes, len } => &bytes[..usize::from(*len)],
+            Text::Shared(bytes) => bytes,
         }
     }
 
-    fn border(&self) -> usize {
-        match &self.0 {
-            Text::Inline { scope, .. } | Text::Shared { scope, .. } => usize::from(*scope),
+    /// Scope and id.
+    fn parts(&self) -> (&[u8], &[u8]) {
+        match self.whole() {
+            [border, text @ ..] => text.split_at(usize::from(*border)),
+            [] => (&[], &[]),
         }
     }
 
     /// The scope's name.
     #[must_use]
     pub fn scope(&self) -> &str {
-        text(&self.bytes()[..self.border()])
+        text(self.parts().0)
     }
 
     /// The id within the scope.
     #[must_use]
     pub fn id(&self) -> &str {
-        text(&self.bytes()[self.border()..])
+        text(self.parts().1)
     }
 
     /// Bytes of scope and id together.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.bytes().len()
+        self.whole().len() - 1
     }
 }
 
@@ -149,19 +155,9 @@ fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap_or_default()
 }
 
-impl PartialEq for Key {
-    fn eq(&self, other: &Self) -> bool {
-        self.border() == other.border() && self.bytes() == other.bytes()
-    }
-}
-
-impl Eq for Key {}
-
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        // One write for the text and one for the border: "ab" + "c" and "a" + "bc" are two keys.
-        state.write(self.bytes());
-        state.write_usize(self.border());
+        state.write(self.whole());
     }
 }
 
