@@ -171,6 +171,7 @@ fn own<'a>(record: Option<&'a mut Record>, lease: &Lease, now: SystemTime) -> Re
 ///
 /// # Errors
 /// [`Refusal`]; the record is unchanged.
+#[inline]
 pub fn complete(
     record: Option<&mut Record>,
     lease: &Lease,

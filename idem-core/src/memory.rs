@@ -266,9 +266,12 @@ impl MemoryStore {
         let change = call(slot.as_mut().map(|slot| &mut *slot.record), now)
             .map_err(|refusal| StoreError::refused(refusal, STORE, operation))?;
         if let (Change::Write, Some(slot)) = (change, slot) {
-            slot.expires_at = slot.record.expires_at;
-            let expires_at = slot.expires_at;
-            shard.note(expires_at);
+            let expires_at = slot.record.expires_at;
+            let before = std::mem::replace(&mut slot.expires_at, expires_at);
+            // As a rule a life is prolonged, and nothing need be noted: what the sweep knows may be early, never late.
+            if expires_at < before {
+                shard.note(expires_at);
+            }
         }
         Ok(())
     }

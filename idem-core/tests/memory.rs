@@ -256,6 +256,34 @@ mod sweep {
         assert_eq!((purge(), store.len()), (1, 0));
     }
 
+    /// Wherever a sweep stands, it finds the records whose life a call cuts short.
+    #[test]
+    fn a_life_that_is_cut_short_during_a_sweep_ends_in_time() {
+        for swept in [64, 1_000] {
+            let (clock, builder) = clocked();
+            let store = builder.build();
+            let reserve = |number: usize| {
+                let kept = if number.is_multiple_of(5) { SECOND } else { 10 * MINUTE };
+                acquire(&store, &ask(number).with_retention(kept))
+            };
+            // On few processors the table of a shard has more slots than a sweep looks through at once.
+            let leases: Vec<Lease> = (0..20_000).map(reserve).collect();
+            clock.advance(SECOND);
+            let purged = ready(store.purge_expired(PurgeBudget::records(swept))).unwrap();
+            assert!(purged.more && purged.removed as usize <= swept);
+            for (number, lease) in leases.into_iter().enumerate().filter(|(number, _)| !number.is_multiple_of(5)) {
+                let kept = if number.is_multiple_of(2) { SECOND } else { MINUTE };
+                ready(store.complete(&lease.with_retention(kept), &Outcome::new(200, "done"))).unwrap();
+            }
+            clock.advance(SECOND);
+            while ready(store.purge_expired(PurgeBudget::default())).unwrap().more {}
+            assert_eq!(store.len(), 8_000, "after a sweep of {swept}");
+            clock.advance(MINUTE - SECOND);
+            while ready(store.purge_expired(PurgeBudget::default())).unwrap().more {}
+            assert!(store.is_empty(), "after a sweep of {swept}");
+        }
+    }
+
     /// Live keys are reserved, renewed and completed while purges run; nothing live goes, everything expired does.
     #[test]
     fn purge_is_safe_beside_everything_else() {
