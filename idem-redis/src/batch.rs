@@ -66,13 +66,13 @@ impl Batcher {
     }
 
     /// Sends a command with whatever others there are.
-    pub(crate) async fn call(&self, command: Cmd, bytes: usize, key: &[u8], deadline: Instant) -> Answer {
+    pub(crate) async fn call(&self, command: Cmd, bytes: usize, deadline: Instant) -> Answer {
         let inner = &self.0;
         if inner.batching.calls <= 1 || inner.link.is_cluster() || inner.may_go_alone() {
             inner.alone.fetch_add(1, Ordering::Relaxed);
             let _alone = Alone(&inner.alone);
             // Apart, so that a call which waits in the queue does not carry the room for what sends it.
-            return Box::pin(inner.link.one(&command, key, deadline)).await;
+            return Box::pin(inner.link.one(&command, deadline)).await;
         }
         let (reply, answer) = oneshot::channel();
         let number = {
@@ -159,7 +159,7 @@ impl Sender {
                 pipeline.add_command(job.command);
                 replies.push(job.reply);
             }
-            match inner.link.pipeline(pipeline, &[], deadline).await {
+            match inner.link.pipeline(pipeline, deadline).await {
                 Ok(answers) => {
                     for (reply, answer) in replies.into_iter().zip(answers) {
                         // A caller that has gone is told nothing.

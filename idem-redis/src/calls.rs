@@ -120,14 +120,16 @@ impl Calls {
     }
 
     /// The command of a call: by the script's name, or with its text, which makes the server know it.
-    fn command(&self, call: Call<'_>, name: &[u8], with_text: bool) -> Cmd {
+    fn command(&self, call: Call<'_>, with_text: bool) -> Cmd {
         let stored = call.script();
         let mut cmd = Cmd::with_capacity(9, call.size() + if with_text { stored.text.len() } else { 40 });
         match with_text {
             true => cmd.arg("EVAL").arg(stored.text),
             false => cmd.arg("EVALSHA").arg(stored.script.get_hash()),
         };
-        cmd.arg("1").write_arg(name);
+        cmd.arg("1");
+        let name = layout::name_len(&self.prefix, call.key());
+        layout::put_name(&mut cmd.bufmut_for_next_arg(name), &self.prefix, call.key());
         let mode = match call {
             Call::Reserve(request) => {
                 layout::put_fresh(&mut cmd.bufmut_for_next_arg(layout::MAX_FRESH), request);
@@ -168,10 +170,9 @@ impl Calls {
     /// Sends a call, and sends it again where it was not answered, until the time that a call may take is over.
     async fn send(&self, call: Call<'_>, deadline: Instant) -> Result<Value, StoreError> {
         let mut attempt = Attempt::new(call, self, deadline);
-        let (name, size) = (layout::name(&self.prefix, call.key()), call.size());
         loop {
-            let command = self.command(call, &name, attempt.with_text);
-            let answer = self.batcher.call(command, size, &name, deadline).await;
+            let command = self.command(call, attempt.with_text);
+            let answer = self.batcher.call(command, call.size(), deadline).await;
             if let Some(done) = attempt.judge(answer) {
                 return done;
             }
@@ -217,7 +218,6 @@ impl Calls {
     /// on a cluster, all at once. An answer each, in their order. What was not answered is sent again together.
     pub(crate) async fn many(&self, calls: &[Call<'_>]) -> Vec<Result<Value, StoreError>> {
         let deadline = self.deadline();
-        let names: Vec<Vec<u8>> = calls.iter().map(|call| layout::name(&self.prefix, call.key())).collect();
         let mut attempts: Vec<Attempt<'_>> = calls.iter().map(|call| Attempt::new(*call, self, deadline)).collect();
         let mut done: Vec<Option<Result<Value, StoreError>>> = calls.iter().map(|_| None).collect();
         let mut open: Vec<usize> = (0..calls.len()).collect();
@@ -226,14 +226,14 @@ impl Calls {
             let mut sent = JoinSet::new();
             // On a cluster, what was refused with one call of a slot need not be so for the others of it.
             let one_by_one = self.link.is_cluster() && open.len() < calls.len();
-            for group in self.groups(calls, &names, &open, one_by_one) {
+            for group in self.groups(calls, &open, one_by_one) {
                 let Some(first) = group.first().copied() else { continue };
-                let (link, name) = (Arc::clone(&self.link), names[first].clone());
-                let command = |at: usize| self.command(calls[at], &names[at], attempts[at].with_text);
+                let link = Arc::clone(&self.link);
+                let command = |at: usize| self.command(calls[at], attempts[at].with_text);
                 if group.len() == 1 {
                     let command = command(first);
                     sent.spawn(async move {
-                        let answer = link.one(&command, &name, deadline).await;
+                        let answer = link.one(&command, deadline).await;
                         (group, Ok(vec![answer]))
                     });
                 } else {
@@ -242,7 +242,7 @@ impl Calls {
                         pipeline.add_command(command(*at));
                     }
                     sent.spawn(async move {
-                        let answer = link.pipeline(pipeline, &name, deadline).await;
+                        let answer = link.pipeline(pipeline, deadline).await;
                         (group, answer)
                     });
                 }
@@ -268,7 +268,7 @@ impl Calls {
     }
 
     /// Which calls go together: by slot on a cluster, by size otherwise.
-    fn groups(&self, calls: &[Call<'_>], names: &[Vec<u8>], open: &[usize], one_by_one: bool) -> Vec<Vec<usize>> {
+    fn groups(&self, calls: &[Call<'_>], open: &[usize], one_by_one: bool) -> Vec<Vec<usize>> {
         const MOST_BYTES: usize = 4 * 1024 * 1024;
         if one_by_one {
             return open.iter().map(|at| vec![*at]).collect();
@@ -277,7 +277,8 @@ impl Calls {
         if self.link.is_cluster() {
             let mut by_slot: HashMap<Slot, usize> = HashMap::new();
             for at in open {
-                let group = *by_slot.entry(Slot::for_key(&names[*at])).or_insert_with(|| {
+                let slot = Slot::for_key(layout::name(&self.prefix, calls[*at].key()));
+                let group = *by_slot.entry(slot).or_insert_with(|| {
                     groups.push(Vec::new());
                     groups.len() - 1
                 });

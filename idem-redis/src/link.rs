@@ -12,8 +12,8 @@ use redis::cluster_routing::{MultipleNodeRoutingInfo, Route, RoutingInfo, Single
 use redis::io::tcp::TcpSettings;
 use redis::sentinel::{SentinelClient, SentinelNodeConnectionInfo, SentinelServerType};
 use redis::{
-    AsyncConnectionConfig, Client, Cmd, ErrorKind as Driver, IntoConnectionInfo, Pipeline, RedisError, ServerError,
-    ServerErrorKind, Value,
+    Arg, AsyncConnectionConfig, Client, Cmd, ErrorKind as Driver, IntoConnectionInfo, Pipeline, RedisError,
+    ServerError, ServerErrorKind, Value,
 };
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
@@ -129,10 +129,10 @@ impl Link {
         matches!(self.to, To::Cluster(_))
     }
 
-    /// Sends one command, and waits no longer than until then. The key is the one that it is about, for its slot.
-    pub(crate) async fn one(&self, command: &Cmd, key: &[u8], deadline: Instant) -> Result<Value, Trouble> {
+    /// Sends a script's command, and waits no longer than until then.
+    pub(crate) async fn one(&self, command: &Cmd, deadline: Instant) -> Result<Value, Trouble> {
         // A single server asks for no slot.
-        let node = if self.is_cluster() { slot(key) } else { SingleNodeRoutingInfo::Random };
+        let node = if self.is_cluster() { of_key(command) } else { SingleNodeRoutingInfo::Random };
         let answer = if self.acknowledge.waits() {
             Box::pin(self.alone(command, node, false, deadline)).await
         } else {
@@ -196,15 +196,15 @@ impl Link {
         }
     }
 
-    /// Sends commands together: on a cluster they have to be of one slot, that of the key. An answer each.
+    /// Sends scripts' commands together: on a cluster, their keys have to be of one slot. An answer each.
     pub(crate) async fn pipeline(
         &self,
         pipeline: Pipeline,
-        key: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Result<Value, Trouble>>, Trouble> {
         let commands = pipeline.len();
-        let answers = self.pipeline_to(pipeline, slot(key), deadline).await;
+        let node = pipeline.cmd_iter().next().filter(|_| self.is_cluster()).map(of_key);
+        let answers = self.pipeline_to(pipeline, node.unwrap_or(SingleNodeRoutingInfo::Random), deadline).await;
         match answers {
             // The driver tells one command's error for all: the others may have been executed.
             Err(Trouble::Server(error)) if commands > 1 => Err(Trouble::Lost(error.into())),
@@ -315,8 +315,12 @@ impl Link {
     }
 }
 
-fn slot(key: &[u8]) -> SingleNodeRoutingInfo {
-    SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master))
+/// The master of the key that a script's command is about: it stands behind the script and the number of keys.
+fn of_key(command: &Cmd) -> SingleNodeRoutingInfo {
+    match command.args_iter().nth(3) {
+        Some(Arg::Simple(key)) => SingleNodeRoutingInfo::SpecificNode(Route::with_key(key, SlotAddr::Master)),
+        _ => SingleNodeRoutingInfo::Random,
+    }
 }
 
 /// The node of that address, as a cluster gives it: `host:port`.
