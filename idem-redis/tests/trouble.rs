@@ -26,6 +26,7 @@ stores::tests! {
     a_server_that_is_paused_is_told_in_time_and_no_key_is_lost,
     the_callers_own_connection_manager_is_enough,
     dropped_calls_leave_no_job_and_no_connection,
+    one_caller_takes_the_short_way_again_when_the_others_have_gone,
 }
 
 const DURABLE: &[(&str, &str)] = &[("appendonly", "yes"), ("appendfsync", "always")];
@@ -301,4 +302,24 @@ async fn dropped_calls_leave_no_job_and_no_connection() {
 fn rand_bool() -> bool {
     use std::hash::{BuildHasher, RandomState};
     RandomState::new().hash_one(0).is_multiple_of(2)
+}
+
+/// A sender that waited for its only caller's next call would keep it on the long way for ever.
+async fn one_caller_takes_the_short_way_again_when_the_others_have_gone() {
+    let server = RedisServer::start(&[]).unwrap();
+    let crowd_and_one = || async {
+        let store = RedisStore::connect(&server.url(), fresh_config()).await.unwrap();
+        let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+        let before = tasks();
+        let reserve = async |name: &str| acquire(&store, &Reserve::new(Key::new("crowd", name).unwrap())).await;
+        tokio::join!(reserve("a"), reserve("b"), reserve("c"), reserve("d"), reserve("e"), reserve("f"));
+        for name in ["g", "h", "i"] {
+            reserve(name).await;
+        }
+        assert_eq!(tasks(), before, "a sender is at work");
+    };
+    // On one thread, so that nothing runs between an answer and what its caller does next.
+    let alone =
+        || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(crowd_and_one());
+    std::thread::scope(|scope| scope.spawn(alone).join()).unwrap_or_else(|panic| std::panic::resume_unwind(panic));
 }
