@@ -11,6 +11,8 @@ use libtest_mimic::{Arguments, Failed, Trial};
 fn main() -> ExitCode {
     let mut trials = vec![
         Trial::test("a_sweep_finds_a_rate_and_draws_it", sweep),
+        Trial::test("all_that_are_present_are_loaded_one_after_the_other", all),
+        Trial::test("all_tells_what_is_held_where_the_rate_is_not", all_with_too_much),
         Trial::test("what_makes_no_sense_is_refused", refused),
     ];
     for name in ["memory", "postgres-cached", "redis", "redis-cluster", "fdb"] {
@@ -78,8 +80,41 @@ fn sweep() -> Result<(), Failed> {
     check(rates.len() > 1 && held.is_none_or(|held| held < 2_000_000.0) && picture.contains("limit of p99"), &output)
 }
 
+/// Runs it on the backends of these names, of which FoundationDB is one that may be absent.
+fn run_all(names: &str, arguments: &[&str]) -> Result<(Output, serde_json::Value), Failed> {
+    let directory = tempfile::tempdir()?;
+    let json = directory.path().join("all.json");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_idem-load"));
+    command.args(["--store", "all", "--json"]).arg(&json).args(arguments).env("IDEM_BENCH_BACKENDS", names);
+    let output = command.output()?;
+    check(output.status.success(), &output)?;
+    Ok((output, serde_json::from_slice(&std::fs::read(json)?)?))
+}
+
+fn all() -> Result<(), Failed> {
+    let names = "memory,memory-cached,redis,fdb";
+    let (output, figures) = run_all(names, &["--rate", "200", "--seconds", "1", "--warm-up", "0.2", "--p99", "10s"])?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    for name in ["memory", "redis", "fdb"] {
+        let found = figures.as_array().into_iter().flatten().find(|report| report["store"] == name);
+        let is_held = found.is_some_and(|report| report["held"] == 200.0 && report["steps"][0]["answered"] == 200);
+        check(is_held || text.contains(&format!("{name}: absent")), &output)?;
+    }
+    check(!text.contains("memory-cached") && text.contains("| memory | 200 | 200 |"), &output)
+}
+
+fn all_with_too_much() -> Result<(), Failed> {
+    let too_much = ["--rate", "2000000", "--seconds", "0.2", "--warm-up", "0", "--queue", "50", "--p99", "2s"];
+    let (output, figures) = run_all("memory", &too_much)?;
+    let report = &figures[0];
+    let steps = report["steps"].as_array().map_or(0, Vec::len);
+    check(steps > 1 && report["held"].as_f64().is_none_or(|held| held < 2_000_000.0), &output)
+}
+
 fn refused() -> Result<(), Failed> {
-    for arguments in [&["--store", "redid"][..], &["--rate", "0"], &["--repeats", "1.5"], &["--sweep"]] {
+    for arguments in
+        [&["--store", "redid"][..], &["--rate", "0"], &["--repeats", "1.5"], &["--sweep"], &["--store", "all"]]
+    {
         let output = idem_load(arguments)?;
         check(!output.status.success() && output.stdout.is_empty() && !output.stderr.is_empty(), &output)?;
     }

@@ -10,12 +10,14 @@ use std::sync::Arc;
 
 use clap::Parser;
 use idem_benches::Failed;
-use idem_benches::backends::Opened;
+use idem_benches::backends::{Backend, Opened};
 use idem_benches::load::events::Events;
+use idem_benches::load::mix::Mix;
 use idem_benches::load::preload::preload;
 use idem_benches::load::report::{Report, Step};
 use idem_benches::load::run::{Plan, Progress, run};
 use idem_benches::load::sweep::sweep;
+use idem_benches::servers::Servers;
 use options::Options;
 use tokio::runtime::Runtime;
 
@@ -34,38 +36,13 @@ fn main() -> ExitCode {
 fn load(options: &Options) -> Result<bool, Failed> {
     let mix = options.mix()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    if options.is_all() {
+        return all(options, mix, &runtime);
+    }
     let (servers, backend) = options.store()?;
     // Who asks for a store by name needs it, whatever IDEM_REQUIRE says.
     let opened = runtime.block_on(backend.open(&servers))??;
-    eprintln!("{}: what a crash loses: {}", backend.name, opened.durability);
-    let first = options.plan(mix, options.rate.unwrap_or(options::FIRST_RATE), 0);
-    // Before the records that are to last, since the clock may be moved on.
-    let mut events = match options.events {
-        true => Some(runtime.block_on(Events::prepare(&opened, options.old, first.time))?),
-        false => None,
-    };
-    if options.preload > 0 {
-        fill(&runtime, &opened, &first, options.preload)?;
-    }
-    let mut number = 0;
-    let mut at = |rate: f64| {
-        number += 1;
-        eprintln!("{rate:.0} arrivals a second");
-        one(&runtime, &opened, &options.plan(mix, rate, number), events.take())
-    };
-    let (steps, held) = match options.limit() {
-        Some(limit) => sweep(first.rate, limit, &mut at)?,
-        None => (vec![at(first.rate)?], None),
-    };
-    let report = Report {
-        store: backend.name.to_owned(),
-        durability: opened.durability.clone(),
-        preloaded: options.preload,
-        mix,
-        limit: options.limit(),
-        held,
-        steps,
-    };
+    let report = measure(options, mix, &runtime, backend, &opened)?;
     print!("{}", table::show(&report));
     if let Some(file) = &options.json {
         std::fs::write(file, serde_json::to_vec_pretty(&report)?)?;
@@ -75,6 +52,80 @@ fn load(options: &Options) -> Result<bool, Failed> {
     }
     runtime.block_on(opened.close())?;
     Ok(report.is_right())
+}
+
+/// Each backend that is present, one after the other.
+fn all(options: &Options, mix: Mix, runtime: &Runtime) -> Result<bool, Failed> {
+    let servers = Servers::default();
+    let (mut reports, mut absent) = (Vec::new(), Vec::new());
+    for backend in Backend::chosen()?.into_iter().filter(|backend| !backend.cached) {
+        match runtime.block_on(backend.open(&servers))? {
+            Ok(opened) => {
+                let report = measure(options, mix, runtime, backend, &opened)?;
+                print!("{}", table::show(&report));
+                reports.push(report);
+                runtime.block_on(opened.close())?;
+            }
+            Err(reason) => absent.push(format!("{}: absent: {reason}", backend.name)),
+        }
+    }
+    print!("{}", table::compare(&reports));
+    absent.iter().for_each(|line| println!("{line}"));
+    if let Some(file) = &options.json {
+        std::fs::write(file, serde_json::to_vec_pretty(&reports)?)?;
+    }
+    Ok(reports.iter().all(Report::is_right))
+}
+
+/// Loads a store that is open.
+fn measure(
+    options: &Options,
+    mix: Mix,
+    runtime: &Runtime,
+    backend: &Backend,
+    opened: &Opened,
+) -> Result<Report, Failed> {
+    eprintln!("{}: what a crash loses: {}", backend.name, opened.durability);
+    let first = options.plan(mix, options.rate.unwrap_or(options::FIRST_RATE), 0);
+    // Before the records that are to last, since the clock may be moved on.
+    let mut events = match options.events {
+        true => Some(runtime.block_on(Events::prepare(opened, options.old, first.time))?),
+        false => None,
+    };
+    if options.preload > 0 {
+        fill(runtime, opened, &first, options.preload)?;
+    }
+    let mut number = 0;
+    let mut at = |rate: f64, plan: fn(&Options, Mix, f64, u32) -> Plan| {
+        number += 1;
+        eprintln!("{rate:.0} arrivals a second");
+        one(runtime, opened, &plan(options, mix, rate, number), events.take())
+    };
+    let (steps, held) = match options.p99 {
+        Some(limit) if options.sweep => sweep(first.rate, limit, |rate| at(rate, Options::plan))?,
+        Some(limit) => {
+            let step = at(first.rate, Options::plan)?;
+            if step.is_held(limit) || step.faults > 0 {
+                let held = step.is_held(limit).then_some(step.rate);
+                (vec![step], held)
+            } else {
+                // A store that has too much to do answers about as many as it would hold, or some more.
+                let lower = (step.achieved / 2.0).round().max(1.0);
+                let (later, held) = sweep(lower, limit, |rate| at(rate, Options::step))?;
+                ([vec![step], later].concat(), held)
+            }
+        }
+        None => (vec![at(first.rate, Options::plan)?], None),
+    };
+    Ok(Report {
+        store: backend.name.to_owned(),
+        durability: opened.durability.clone(),
+        preloaded: options.preload,
+        mix,
+        limit: options.p99,
+        held,
+        steps,
+    })
 }
 
 fn fill(runtime: &Runtime, opened: &Opened, plan: &Plan, preloaded: u64) -> Result<(), Failed> {

@@ -14,6 +14,9 @@ use idem_benches::servers::{Postgres, Redis, Servers};
 /// Arrivals a second where none are asked for: where a sweep begins.
 pub(crate) const FIRST_RATE: f64 = 1_000.0;
 
+/// For how long a sweep stays at each rate.
+const AT_EACH: f64 = 5.0;
+
 /// Lets arrivals come at a fixed rate, checks every answer, and tells their latency from the intended start on.
 ///
 /// Fails when a key took effect twice or was replayed with another outcome; and, without --sweep, when an arrival met an
@@ -23,7 +26,8 @@ pub(crate) const FIRST_RATE: f64 = 1_000.0;
 pub(crate) struct Options {
     /// A backend by name, on a private server that is started for it (memory, postgres, postgres-unbatched, redis,
     /// redis-cluster, fdb, fdb-unbatched, and each with -cached), or one that runs: postgres://…, redis://…, fdb:PATH (its
-    /// cluster file)
+    /// cluster file). Or all that are present, without -cached, one after the other: each at the rate and, where it does not
+    /// hold it, at the highest that it holds
     #[arg(long, default_value = "memory")]
     store: String,
     /// Put the near-cache before a store that runs.
@@ -40,10 +44,10 @@ pub(crate) struct Options {
     warm_up: f64,
     /// Find the highest rate that is held.
     #[arg(long, requires = "p99")]
-    sweep: bool,
-    /// What 99 of a hundred arrivals must not exceed, such as 50ms: the limit of a sweep.
+    pub(crate) sweep: bool,
+    /// What 99 of a hundred arrivals must not exceed, such as 50ms: the limit of a sweep, and of --store all.
     #[arg(long, value_parser = milliseconds)]
-    p99: Option<f64>,
+    pub(crate) p99: Option<f64>,
     /// The share of arrivals that repeat a completed key, and must be replayed.
     #[arg(long, default_value = "0.1")]
     repeats: f64,
@@ -107,14 +111,17 @@ fn milliseconds(text: &str) -> Result<f64, String> {
 }
 
 impl Options {
-    /// The limit of a sweep, in milliseconds.
-    pub(crate) fn limit(&self) -> Option<f64> {
-        self.p99.filter(|_| self.sweep)
+    /// Whether all backends are wanted.
+    pub(crate) fn is_all(&self) -> bool {
+        self.store == "all"
     }
 
     pub(crate) fn mix(&self) -> Result<Mix, Failed> {
-        if self.p99.is_some() && !self.sweep {
-            return Err("--p99 is the limit of a --sweep".into());
+        if self.p99.is_some() != (self.sweep || self.is_all()) {
+            return Err("--p99 is the limit of a --sweep, and --store all needs it as well".into());
+        }
+        if self.is_all() && (self.events || self.cached || self.svg.is_some()) {
+            return Err("--events, --cached and --svg are for one store".into());
         }
         if self.queue == 0 {
             return Err("--queue 0 would refuse everything".into());
@@ -132,7 +139,7 @@ impl Options {
     }
 
     pub(crate) fn plan(&self, mix: Mix, rate: f64, number: u32) -> Plan {
-        let seconds = self.seconds.unwrap_or(if self.sweep { 5.0 } else { 10.0 });
+        let seconds = self.seconds.unwrap_or(if self.sweep { AT_EACH } else { 10.0 });
         Plan {
             rate,
             time: Duration::from_secs_f64(seconds),
@@ -142,6 +149,12 @@ impl Options {
             number,
             preloaded: self.preload,
         }
+    }
+
+    /// The same as a step of the sweep that follows where a rate is not held.
+    pub(crate) fn step(&self, mix: Mix, rate: f64, number: u32) -> Plan {
+        let plan = self.plan(mix, rate, number);
+        Plan { time: plan.time.min(Duration::from_secs_f64(AT_EACH)), ..plan }
     }
 
     /// The servers, and the backend on them.
@@ -186,7 +199,15 @@ mod tests {
         {
             assert!(parse(arguments).is_err(), "{arguments}");
         }
-        for arguments in ["--repeats 2", "--repeats 0.6 --duplicates 0.6", "--p99 1ms", "--queue 0", "--body 3"] {
+        for arguments in [
+            "--repeats 2",
+            "--repeats 0.6 --duplicates 0.6",
+            "--p99 1ms",
+            "--queue 0",
+            "--body 3",
+            "--store all",
+            "--store all --p99 1s --events",
+        ] {
             assert!(parse(arguments).unwrap().mix().is_err(), "{arguments}");
         }
         for store in ["redid", "mysql://localhost", "fdb:", "fdb:/no/such/file"] {

@@ -12,6 +12,42 @@ pub(crate) fn show(report: &Report) -> String {
     text
 }
 
+/// What each store was asked for, and what it holds.
+pub(crate) fn compare(reports: &[Report]) -> String {
+    let mut text = String::new();
+    let _ = write_compared(&mut text, reports);
+    text
+}
+
+fn write_compared(text: &mut String, reports: &[Report]) -> std::fmt::Result {
+    writeln!(
+        text,
+        "\n| | arrivals/s | answered/s | p50 ms | p99 ms | refused | errors | CPU s client + server per million | held, arrivals/s |"
+    )?;
+    writeln!(text, "|---|{}", "---:|".repeat(8))?;
+    for report in reports {
+        let Some(step) = report.steps.first() else { continue };
+        writeln!(
+            text,
+            "| {} | {:.0} | {:.0} | {:.2} | {:.2} | {} | {} | {} + {} | {} |",
+            report.store,
+            step.rate,
+            step.achieved,
+            step.latency.p50,
+            step.latency.p99,
+            step.refused,
+            step.errors(),
+            per_million(step.client_cpu_seconds, step),
+            per_million(step.server_cpu_seconds, step),
+            report.held.map_or_else(|| "none".to_owned(), |held| format!("{held:.0}")),
+        )?;
+    }
+    if let Some(limit) = reports.iter().find_map(|report| report.limit) {
+        writeln!(text, "\nheld: with p99 of at most {limit} ms")?;
+    }
+    Ok(())
+}
+
 fn write_all(text: &mut String, report: &Report) -> std::fmt::Result {
     let mix = &report.mix;
     writeln!(text, "\n{} (what a crash loses: {})", report.store, report.durability)?;
