@@ -159,7 +159,7 @@ pub struct Report {
     pub preloaded: u64,
     /// What came.
     pub mix: Mix,
-    /// The limit of a sweep: p99 in milliseconds.
+    /// The limit under which a rate is held: p99 in milliseconds.
     pub limit: Option<f64>,
     /// The highest rate that was held under it.
     pub held: Option<f64>,

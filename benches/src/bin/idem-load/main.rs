@@ -19,6 +19,7 @@ use idem_benches::load::run::{Plan, Progress, run};
 use idem_benches::load::sweep::sweep;
 use idem_benches::servers::Servers;
 use options::Options;
+use serde::Serialize;
 use tokio::runtime::Runtime;
 
 fn main() -> ExitCode {
@@ -44,9 +45,7 @@ fn load(options: &Options) -> Result<bool, Failed> {
     let opened = runtime.block_on(backend.open(&servers))??;
     let report = measure(options, mix, &runtime, backend, &opened)?;
     print!("{}", table::show(&report));
-    if let Some(file) = &options.json {
-        std::fs::write(file, serde_json::to_vec_pretty(&report)?)?;
-    }
+    write(options, &report)?;
     if let Some(file) = &options.svg {
         picture::draw(&report, file)?;
     }
@@ -71,10 +70,16 @@ fn all(options: &Options, mix: Mix, runtime: &Runtime) -> Result<bool, Failed> {
     }
     print!("{}", table::compare(&reports));
     absent.iter().for_each(|line| println!("{line}"));
-    if let Some(file) = &options.json {
-        std::fs::write(file, serde_json::to_vec_pretty(&reports)?)?;
-    }
+    write(options, &reports)?;
     Ok(reports.iter().all(Report::is_right))
+}
+
+/// Writes all figures where they are wanted.
+fn write(options: &Options, figures: &impl Serialize) -> Result<(), Failed> {
+    match &options.json {
+        Some(file) => Ok(std::fs::write(file, serde_json::to_vec_pretty(figures)?)?),
+        None => Ok(()),
+    }
 }
 
 /// Loads a store that is open.
@@ -86,7 +91,7 @@ fn measure(
     opened: &Opened,
 ) -> Result<Report, Failed> {
     eprintln!("{}: what a crash loses: {}", backend.name, opened.durability);
-    let first = options.plan(mix, options.rate.unwrap_or(options::FIRST_RATE), 0);
+    let first = options.plan(mix, options.rate.unwrap_or(options::FIRST_RATE));
     // Before the records that are to last, since the clock may be moved on.
     let mut events = match options.events {
         true => Some(runtime.block_on(Events::prepare(opened, options.old, first.time))?),
@@ -96,26 +101,28 @@ fn measure(
         fill(runtime, opened, &first, options.preload)?;
     }
     let mut number = 0;
-    let mut at = |rate: f64, plan: fn(&Options, Mix, f64, u32) -> Plan| {
+    let mut at = |plan: Plan| {
         number += 1;
-        eprintln!("{rate:.0} arrivals a second");
-        one(runtime, opened, &plan(options, mix, rate, number), events.take())
+        eprintln!("{:.0} arrivals a second", plan.rate);
+        one(runtime, opened, &Plan { number, ..plan }, events.take())
     };
     let (steps, held) = match options.p99 {
-        Some(limit) if options.sweep => sweep(first.rate, limit, |rate| at(rate, Options::plan))?,
+        None => (vec![at(first)?], None),
+        Some(limit) if options.sweep => sweep(first.rate, limit, |rate| at(options.plan(mix, rate)))?,
         Some(limit) => {
-            let step = at(first.rate, Options::plan)?;
-            if step.is_held(limit) || step.faults > 0 {
-                let held = step.is_held(limit).then_some(step.rate);
-                (vec![step], held)
+            let step = at(first)?;
+            if step.is_held(limit) {
+                (vec![step], Some(first.rate))
+            } else if step.faults > 0 {
+                (vec![step], None)
             } else {
                 // A store that has too much to do answers about as many as it would hold, or some more.
                 let lower = (step.achieved / 2.0).round().max(1.0);
-                let (later, held) = sweep(lower, limit, |rate| at(rate, Options::step))?;
-                ([vec![step], later].concat(), held)
+                let (mut steps, held) = sweep(lower, limit, |rate| at(options.step(mix, rate)))?;
+                steps.insert(0, step);
+                (steps, held)
             }
         }
-        None => (vec![at(first.rate, Options::plan)?], None),
     };
     Ok(Report {
         store: backend.name.to_owned(),

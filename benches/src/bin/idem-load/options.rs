@@ -19,8 +19,8 @@ const AT_EACH: f64 = 5.0;
 
 /// Lets arrivals come at a fixed rate, checks every answer, and tells their latency from the intended start on.
 ///
-/// Fails when a key took effect twice or was replayed with another outcome; and, without --sweep, when an arrival met an
-/// error or was never answered.
+/// Fails when a key took effect twice or was replayed with another outcome; and, at a rate that is given without --p99,
+/// when an arrival met an error or was never answered.
 #[derive(Debug, Parser)]
 #[command(name = "idem-load", max_term_width = 120)]
 pub(crate) struct Options {
@@ -138,7 +138,8 @@ impl Options {
         Ok(mix)
     }
 
-    pub(crate) fn plan(&self, mix: Mix, rate: f64, number: u32) -> Plan {
+    /// A run at that rate. Its number is left to whoever makes several.
+    pub(crate) fn plan(&self, mix: Mix, rate: f64) -> Plan {
         let seconds = self.seconds.unwrap_or(if self.sweep { AT_EACH } else { 10.0 });
         Plan {
             rate,
@@ -146,14 +147,14 @@ impl Options {
             warm_up: Duration::from_secs_f64(self.warm_up),
             queue: self.queue,
             mix,
-            number,
+            number: 0,
             preloaded: self.preload,
         }
     }
 
     /// The same as a step of the sweep that follows where a rate is not held.
-    pub(crate) fn step(&self, mix: Mix, rate: f64, number: u32) -> Plan {
-        let plan = self.plan(mix, rate, number);
+    pub(crate) fn step(&self, mix: Mix, rate: f64) -> Plan {
+        let plan = self.plan(mix, rate);
         Plan { time: plan.time.min(Duration::from_secs_f64(AT_EACH)), ..plan }
     }
 
