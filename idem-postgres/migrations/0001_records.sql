@@ -60,19 +60,38 @@ SELECT r.scope, r.id, r.state, r.attempt, r.origin, r.created_at, r.started_at, 
 FROM {schema}.records r
 WHERE r.expires_at > clock_timestamp() + (SELECT e.shift FROM {schema}.epoch e);
 
--- What the functions answer for one call. For a reserve: 'acquired', 'in progress', 'completed', 'abandoned', 'mismatch',
--- 'lease lost'. For a call under a lease: 'ok', 'lease lost', 'already completed'.
-CREATE TYPE {schema}.verdict AS ENUM (
-    'acquired', 'in progress', 'completed', 'abandoned', 'mismatch', 'lease lost', 'already completed', 'ok'
-);
-
+-- What `reserve` answers.
+--
+-- It is sent as it is, and has a name: for so many columns, a projection or the description of an unnamed row, which the
+-- server sets up for every statement, takes as long as the insert.
 CREATE TYPE {schema}.answer AS (
+    acquired int[],
     -- The call's place in the batch, from 1.
     place int,
-    verdict {schema}.verdict,
+    -- 'acquired', 'in progress', 'completed', 'abandoned', 'mismatch' or 'lease lost'.
+    verdict text,
     -- The time of the answer.
     now timestamptz,
-    record {schema}.records
+    -- The record.
+    state text,
+    attempt int,
+    token uuid,
+    fingerprint bytea,
+    origin text,
+    previous_token uuid,
+    previous_attempt int,
+    previous_started_at timestamptz,
+    retention interval,
+    created_at timestamptz,
+    started_at timestamptz,
+    updated_at timestamptz,
+    lease_until timestamptz,
+    expires_at timestamptz,
+    failure text,
+    code int,
+    withheld smallint,
+    headers bytea,
+    body bytea
 );
 
 -- Writes a record in the epoch day's partition, wherever the one that it replaces was.
@@ -109,10 +128,9 @@ $$;
 -- a row for each of the others.
 CREATE FUNCTION {schema}.reserve(
     p_scopes text[], p_ids text[], p_tokens uuid[], p_fingerprints bytea[], p_leases bigint[], p_retentions bigint[],
-    p_refusals bool[], p_patience text,
-    OUT acquired int[], OUT answer {schema}.answer
+    p_refusals bool[], p_patience text
 )
-RETURNS SETOF record
+RETURNS SETOF {schema}.answer
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog
 SET plan_cache_mode = force_generic_plan
@@ -126,15 +144,19 @@ DECLARE
     v_day date;
     v_now timestamptz;
     v_set text;
-    v_hit record;
-    v_old {schema}.records;
+    answer {schema}.answer;
     v_scopes text[];
     v_ids text[];
     v_tokens uuid[];
     v_next int := 1;
+    v_acquired int[] := '{}';
     v_rest int[];
     v_place int;
 BEGIN
+    -- A statement that sees by the snapshot of its transaction's beginning would not see what others have reserved since.
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RETURN;
+    END IF;
     PERFORM pg_advisory_xact_lock_shared({lock});
     SELECT e.day, clock_timestamp() + e.shift INTO STRICT v_day, v_now FROM {schema}.epoch e;
     IF p_patience IS NOT NULL THEN
@@ -151,71 +173,74 @@ BEGIN
                 v_now + p_retentions[1] * interval '1 us')
             ON CONFLICT (id, scope, day) DO NOTHING;
             IF FOUND THEN
-                acquired := '{1}';
-                RETURN NEXT;
+                answer.acquired := '{1}';
+                RETURN NEXT answer;
                 RETURN;
             END IF;
         END IF;
-        SELECT * INTO answer FROM {schema}.reserve_one(v_day, v_now, 1, p_scopes[1], p_ids[1], p_tokens[1],
-            p_fingerprints[1], p_leases[1] * interval '1 us', p_retentions[1] * interval '1 us', p_refusals[1]);
-        RETURN NEXT;
+        RETURN NEXT {schema}.reserve_one(v_day, v_now, 1, p_scopes[1], p_ids[1], p_tokens[1], p_fingerprints[1],
+            p_leases[1] * interval '1 us', p_retentions[1] * interval '1 us', p_refusals[1]);
         RETURN;
     END IF;
     WITH inserted AS (
-        INSERT INTO {schema}.records (day, scope, id, state, attempt, token, fingerprint, origin, retention,
+        INSERT INTO {schema}.records AS n (day, scope, id, state, attempt, token, fingerprint, origin, retention,
             created_at, started_at, updated_at, lease_until, expires_at)
         SELECT v_day, u.scope, u.id, 'in progress', 1, u.token, u.fingerprint, 'fresh', u.retention * interval '1 us',
             v_now, v_now, v_now, v_now + u.lease * interval '1 us', v_now + u.retention * interval '1 us'
         FROM unnest(p_scopes, p_ids, p_tokens, p_fingerprints, p_leases, p_retentions)
             AS u(scope, id, token, fingerprint, lease, retention)
-        -- The epoch day's partition has a unique index; the older ones are looked through.
+        -- The epoch day's partition has a unique index; the older ones are looked through, key by key: without the OFFSET
+        -- it would be a join, for which a plan that was made while they were empty reads them from end to end.
         WHERE NOT EXISTS (
-            SELECT FROM {schema}.records r WHERE r.scope = u.scope AND r.id = u.id AND r.day < v_day
+            SELECT FROM {schema}.records r WHERE r.scope = u.scope AND r.id = u.id AND r.day < v_day OFFSET 0
         )
         ON CONFLICT (id, scope, day) DO NOTHING
-        RETURNING scope, id, token
+        RETURNING n.scope, n.id, n.token
     )
     SELECT array_agg(i.scope), array_agg(i.id), array_agg(i.token) INTO v_scopes, v_ids, v_tokens FROM inserted i;
     IF cardinality(v_ids) = cardinality(p_ids) THEN
-        acquired := ARRAY(SELECT generate_series(1, cardinality(p_ids)));
-        RETURN NEXT;
+        answer.acquired := ARRAY(SELECT generate_series(1, cardinality(p_ids)));
+        RETURN NEXT answer;
         RETURN;
     END IF;
     -- Which these are: they come in the order of the batch. By key and token, since a caller may use one token for several
     -- keys.
-    acquired := '{}';
     FOR v_place IN 1 .. cardinality(p_ids) LOOP
         IF v_tokens[v_next] = p_tokens[v_place] AND v_ids[v_next] = p_ids[v_place] AND v_scopes[v_next] = p_scopes[v_place]
         THEN
             v_next := v_next + 1;
-            acquired := acquired || v_place;
+            v_acquired := v_acquired || v_place;
         ELSE
             v_rest := v_rest || v_place;
         END IF;
     END LOOP;
-    RETURN NEXT;
-    acquired := NULL;
-    -- A completed record is final, so it needs no lock.
-    FOR v_hit IN
-        SELECT u.place, r AS found
+    answer.acquired := v_acquired;
+    RETURN NEXT answer;
+    -- A completed record is final, so it needs no lock. Key by key, as above.
+    FOR answer IN
+        SELECT NULL::int[], u.place, 'completed'::text, v_now, r.state::text, r.attempt, r.token, r.fingerprint,
+            r.origin::text, r.previous_token, r.previous_attempt, r.previous_started_at, r.retention, r.created_at,
+            r.started_at, r.updated_at, r.lease_until, r.expires_at, r.failure, r.code, r.withheld, r.headers, r.body
         FROM unnest(v_rest) AS u(place)
-        JOIN {schema}.records r ON r.scope = p_scopes[u.place] AND r.id = p_ids[u.place]
-        WHERE r.state = 'completed' AND r.expires_at > v_now
+        CROSS JOIN LATERAL (
+            SELECT o.* FROM {schema}.records o
+            WHERE o.scope = p_scopes[u.place] AND o.id = p_ids[u.place] AND o.state = 'completed' AND o.expires_at > v_now
+            OFFSET 0
+        ) r
     LOOP
-        v_rest := array_remove(v_rest, v_hit.place);
-        v_old := v_hit.found;
-        IF v_old.fingerprint <> p_fingerprints[v_hit.place] THEN
-            answer := (v_hit.place, 'mismatch', v_now, NULL)::{schema}.answer;
-        ELSE
-            answer := (v_hit.place, 'completed', v_now, v_old)::{schema}.answer;
+        v_rest := array_remove(v_rest, answer.place);
+        IF answer.fingerprint <> p_fingerprints[answer.place] THEN
+            answer.verdict := 'mismatch';
+            -- Not the caller's to see.
+            answer.headers := NULL;
+            answer.body := NULL;
         END IF;
-        RETURN NEXT;
+        RETURN NEXT answer;
     END LOOP;
     FOREACH v_place IN ARRAY v_rest LOOP
-        SELECT * INTO answer FROM {schema}.reserve_one(v_day, v_now, v_place, p_scopes[v_place], p_ids[v_place],
-            p_tokens[v_place], p_fingerprints[v_place], p_leases[v_place] * interval '1 us',
-            p_retentions[v_place] * interval '1 us', p_refusals[v_place]);
-        RETURN NEXT;
+        RETURN NEXT {schema}.reserve_one(v_day, v_now, v_place, p_scopes[v_place], p_ids[v_place], p_tokens[v_place],
+            p_fingerprints[v_place], p_leases[v_place] * interval '1 us', p_retentions[v_place] * interval '1 us',
+            p_refusals[v_place]);
     END LOOP;
 END
 $$;
@@ -229,107 +254,112 @@ RETURNS {schema}.answer
 LANGUAGE plpgsql VOLATILE
 AS $$
 DECLARE
-    r {schema}.records;
-    was date;
+    v_was date;
+    a {schema}.answer;
+    v_locked bool := false;
 BEGIN
-    -- What changes nothing takes no lock: a lock takes a transaction id, whose commit waits for the disk.
-    SELECT * INTO r FROM {schema}.records o WHERE o.scope = v_scope AND o.id = v_id;
-    IF FOUND AND r.expires_at > v_now THEN
-        IF r.fingerprint <> v_fingerprint THEN
-            RETURN (v_place, 'mismatch', v_now, NULL)::{schema}.answer;
-        END IF;
-        IF r.state = 'completed' THEN
-            RETURN (v_place, 'completed', v_now, r)::{schema}.answer;
-        END IF;
-        IF r.state = 'in progress' AND r.token <> v_token AND r.lease_until > v_now THEN
-            RETURN (v_place, 'in progress', v_now, r)::{schema}.answer;
-        END IF;
-    END IF;
+    -- What changes nothing takes no lock: a lock takes a transaction id, whose commit waits for the disk. The rest is
+    -- decided once more behind the lock.
     LOOP
-        SELECT * INTO r FROM {schema}.records o WHERE o.scope = v_scope AND o.id = v_id FOR UPDATE;
-        EXIT WHEN FOUND;
+        SELECT NULL::int[], v_place, NULL::text, v_now, o.state::text, o.attempt, o.token, o.fingerprint, o.origin::text,
+            o.previous_token, o.previous_attempt, o.previous_started_at, o.retention, o.created_at, o.started_at, o.updated_at,
+            o.lease_until, o.expires_at, o.failure, o.code, o.withheld, o.headers, o.body
+        INTO a
+        FROM {schema}.records o
+        WHERE o.scope = v_scope AND o.id = v_id;
+        IF a.expires_at > v_now THEN
+            IF a.fingerprint <> v_fingerprint THEN
+                a.verdict := 'mismatch';
+                a.headers := NULL;
+                a.body := NULL;
+                RETURN a;
+            END IF;
+            IF a.state = 'completed' THEN
+                a.verdict := 'completed';
+                RETURN a;
+            END IF;
+            IF a.state = 'in progress' AND a.token <> v_token AND a.lease_until > v_now THEN
+                a.verdict := 'in progress';
+                RETURN a;
+            END IF;
+        END IF;
+        EXIT WHEN v_locked;
+        SELECT o.day INTO v_was FROM {schema}.records o WHERE o.scope = v_scope AND o.id = v_id FOR UPDATE;
+        v_locked := FOUND;
+        CONTINUE WHEN v_locked;
         -- It has gone since, or has been moved to the epoch day's partition.
         INSERT INTO {schema}.records (day, scope, id, state, attempt, token, fingerprint, origin, retention,
             created_at, started_at, updated_at, lease_until, expires_at)
         VALUES (v_day, v_scope, v_id, 'in progress', 1, v_token, v_fingerprint, 'fresh', v_retention,
             v_now, v_now, v_now, v_now + v_lease, v_now + v_retention)
-        ON CONFLICT (id, scope, day) DO NOTHING
-        RETURNING * INTO r;
-        IF FOUND THEN
-            RETURN (v_place, 'acquired', v_now, r)::{schema}.answer;
-        END IF;
+        ON CONFLICT (id, scope, day) DO NOTHING;
+        -- Then it is found in progress, with this call's token.
+        v_locked := FOUND;
     END LOOP;
-    IF r.expires_at > v_now THEN
-        IF r.fingerprint <> v_fingerprint THEN
-            RETURN (v_place, 'mismatch', v_now, NULL)::{schema}.answer;
+    IF a.expires_at > v_now THEN
+        IF a.state = 'failed' AND a.token = v_token THEN
+            a.verdict := 'lease lost';
+            RETURN a;
         END IF;
-        IF r.state = 'completed' THEN
-            RETURN (v_place, 'completed', v_now, r)::{schema}.answer;
+        IF a.state = 'in progress' AND a.token = v_token THEN
+            a.verdict := 'acquired';
+            RETURN a;
         END IF;
-        IF r.state = 'failed' AND r.token = v_token THEN
-            RETURN (v_place, 'lease lost', v_now, NULL)::{schema}.answer;
-        END IF;
-        IF r.state = 'in progress' THEN
-            IF r.token = v_token THEN
-                RETURN (v_place, 'acquired', v_now, r)::{schema}.answer;
-            END IF;
-            IF r.lease_until > v_now THEN
-                RETURN (v_place, 'in progress', v_now, r)::{schema}.answer;
-            END IF;
-            IF v_refuse THEN
-                RETURN (v_place, 'abandoned', v_now, r)::{schema}.answer;
-            END IF;
+        IF a.state = 'in progress' AND v_refuse THEN
+            a.verdict := 'abandoned';
+            RETURN a;
         END IF;
     END IF;
-    was := r.day;
-    IF r.expires_at <= v_now THEN
-        r.attempt := 1;
-        r.origin := 'fresh';
-        r.fingerprint := v_fingerprint;
-        r.created_at := v_now;
-        r.previous_token := NULL;
-        r.previous_attempt := NULL;
-        r.previous_started_at := NULL;
-    ELSIF r.state = 'failed' THEN
-        r.attempt := r.attempt + 1;
-        r.origin := 'retry';
-        r.previous_token := NULL;
-        r.previous_attempt := NULL;
-        r.previous_started_at := NULL;
+    IF a.expires_at <= v_now THEN
+        a.attempt := 1;
+        a.origin := 'fresh';
+        a.fingerprint := v_fingerprint;
+        a.created_at := v_now;
+        a.previous_token := NULL;
+        a.previous_attempt := NULL;
+        a.previous_started_at := NULL;
+    ELSIF a.state = 'failed' THEN
+        a.attempt := a.attempt + 1;
+        a.origin := 'retry';
+        a.previous_token := NULL;
+        a.previous_attempt := NULL;
+        a.previous_started_at := NULL;
     ELSE
-        r.previous_token := r.token;
-        r.previous_attempt := r.attempt;
-        r.previous_started_at := r.started_at;
-        r.attempt := r.attempt + 1;
-        r.origin := 'takeover';
+        a.previous_token := a.token;
+        a.previous_attempt := a.attempt;
+        a.previous_started_at := a.started_at;
+        a.attempt := a.attempt + 1;
+        a.origin := 'takeover';
     END IF;
-    r.day := v_day;
-    r.state := 'in progress';
-    r.token := v_token;
-    r.retention := v_retention;
-    r.started_at := v_now;
-    r.updated_at := v_now;
-    r.lease_until := v_now + v_lease;
-    r.expires_at := v_now + v_retention;
-    r.failure := NULL;
-    r.code := NULL;
-    r.withheld := NULL;
-    r.headers := NULL;
-    r.body := NULL;
-    PERFORM {schema}.put(was, r);
-    RETURN (v_place, 'acquired', v_now, r)::{schema}.answer;
+    a.verdict := 'acquired';
+    a.state := 'in progress';
+    a.token := v_token;
+    a.retention := v_retention;
+    a.started_at := v_now;
+    a.updated_at := v_now;
+    a.lease_until := v_now + v_lease;
+    a.expires_at := v_now + v_retention;
+    a.failure := NULL;
+    a.code := NULL;
+    a.withheld := NULL;
+    a.headers := NULL;
+    a.body := NULL;
+    PERFORM {schema}.put(v_was, (v_day, v_scope, v_id, a.state, a.attempt, a.token, a.fingerprint, a.origin,
+        a.previous_token, a.previous_attempt, a.previous_started_at, a.retention, a.created_at, a.started_at, a.updated_at,
+        a.lease_until, a.expires_at, a.failure, a.code, a.withheld, a.headers, a.body)::{schema}.records);
+    RETURN a;
 END
 $$;
 
 -- The calls of a batch under a lease. The kinds: 'c' completes, 'f' fails, 'r' renews.
 -- Durations, in microseconds, are the retention, and for a renewal the extension.
 --
--- Answers a verdict for each call.
+-- Answers a letter for each call: 'o' is ok, 'l' lease lost, 'c' already completed.
 CREATE FUNCTION {schema}.settle(
     p_kinds "char"[], p_scopes text[], p_ids text[], p_tokens uuid[], p_durations bigint[], p_codes int[],
     p_withhelds smallint[], p_headers bytea[], p_bodies bytea[], p_failures text[], p_patience text
 )
-RETURNS {schema}.verdict[]
+RETURNS text
 LANGUAGE plpgsql VOLATILE
 SET search_path = pg_catalog
 SET plan_cache_mode = force_generic_plan
@@ -345,8 +375,12 @@ DECLARE
     v_set text;
     v_places bigint[];
     v_next int := 1;
-    v_verdicts {schema}.verdict[];
+    v_verdicts text := '';
 BEGIN
+    -- A statement that sees by the snapshot of its transaction's beginning would not see what others have reserved since.
+    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+        RETURN NULL;
+    END IF;
     PERFORM pg_advisory_xact_lock_shared({lock});
     SELECT e.day, clock_timestamp() + e.shift INTO STRICT v_day, v_now FROM {schema}.epoch e;
     IF p_patience IS NOT NULL THEN
@@ -362,11 +396,11 @@ BEGIN
             WHERE r.scope = p_scopes[1] AND r.id = p_ids[1] AND r.day = v_day
                 AND r.token = p_tokens[1] AND r.state = 'in progress' AND r.expires_at > v_now;
             IF FOUND THEN
-                RETURN '{ok}';
+                RETURN 'o';
             END IF;
         END IF;
-        RETURN ARRAY[{schema}.settle_one(v_day, v_now, p_kinds[1], p_scopes[1], p_ids[1], p_tokens[1],
-            p_durations[1] * interval '1 us', p_codes[1], p_withhelds[1], p_headers[1], p_bodies[1], p_failures[1])];
+        RETURN {schema}.settle_one(v_day, v_now, p_kinds[1], p_scopes[1], p_ids[1], p_tokens[1],
+            p_durations[1] * interval '1 us', p_codes[1], p_withhelds[1], p_headers[1], p_bodies[1], p_failures[1]);
     END IF;
     WITH updated AS (
         UPDATE {schema}.records r
@@ -375,22 +409,26 @@ BEGIN
             expires_at = v_now + u.duration * interval '1 us'
         FROM unnest(p_kinds, p_scopes, p_ids, p_tokens, p_durations, p_codes, p_withhelds, p_headers, p_bodies)
             WITH ORDINALITY AS u(kind, scope, id, token, duration, code, withheld, headers, body, place)
-        WHERE u.kind = 'c' AND r.scope = u.scope AND r.id = u.id AND r.day = v_day
+        -- Key by key, as in `reserve`. One that somebody changes meanwhile is judged by what it has become.
+        CROSS JOIN LATERAL (
+            SELECT o.ctid AS at FROM {schema}.records o WHERE o.scope = u.scope AND o.id = u.id AND o.day = v_day OFFSET 0
+        ) o
+        WHERE u.kind = 'c' AND r.ctid = o.at AND r.day = v_day
             AND r.token = u.token AND r.state = 'in progress' AND r.expires_at > v_now
         RETURNING u.place
     )
     SELECT array_agg(u.place) INTO v_places FROM updated u;
     IF cardinality(v_places) = cardinality(p_ids) THEN
-        RETURN array_fill('ok'::{schema}.verdict, ARRAY[cardinality(p_ids)]);
+        RETURN repeat('o', cardinality(p_ids));
     END IF;
     FOR v_place IN 1 .. cardinality(p_ids) LOOP
         -- They come in the order of the batch.
         IF v_places[v_next] = v_place THEN
             v_next := v_next + 1;
-            v_verdicts[v_place] := 'ok';
+            v_verdicts := v_verdicts || 'o';
         ELSE
-            v_verdicts[v_place] := {schema}.settle_one(v_day, v_now, p_kinds[v_place], p_scopes[v_place], p_ids[v_place],
-                p_tokens[v_place], p_durations[v_place] * interval '1 us', p_codes[v_place], p_withhelds[v_place],
+            v_verdicts := v_verdicts || {schema}.settle_one(v_day, v_now, p_kinds[v_place], p_scopes[v_place],
+                p_ids[v_place], p_tokens[v_place], p_durations[v_place] * interval '1 us', p_codes[v_place], p_withhelds[v_place],
                 p_headers[v_place], p_bodies[v_place], p_failures[v_place]);
         END IF;
     END LOOP;
@@ -398,12 +436,12 @@ BEGIN
 END
 $$;
 
--- One call under a lease: the rest of the contract.
+-- One call under a lease: the rest of the contract. Answers its letter.
 CREATE FUNCTION {schema}.settle_one(
     v_day date, v_now timestamptz, v_kind "char", v_scope text, v_id text, v_token uuid, v_duration interval,
     v_code int, v_withheld smallint, v_headers bytea, v_body bytea, v_failure text
 )
-RETURNS {schema}.verdict
+RETURNS text
 LANGUAGE plpgsql VOLATILE
 AS $$
 DECLARE
@@ -417,28 +455,28 @@ BEGIN
     END LOOP;
     -- Not `FOUND`, which the loop has set.
     IF r.token IS NULL OR r.expires_at <= v_now OR r.token <> v_token THEN
-        RETURN 'lease lost';
+        RETURN 'l';
     END IF;
     IF r.state = 'completed' THEN
         IF v_kind = 'c' AND (r.code, r.withheld, r.headers, r.body)
             IS NOT DISTINCT FROM (v_code, v_withheld, v_headers, v_body)
         THEN
-            RETURN 'ok';
+            RETURN 'o';
         END IF;
-        RETURN 'already completed';
+        RETURN 'c';
     END IF;
     IF r.state = 'failed' THEN
         IF v_kind = 'f' AND r.failure = v_failure THEN
-            RETURN 'ok';
+            RETURN 'o';
         END IF;
-        RETURN 'lease lost';
+        RETURN 'l';
     END IF;
     was := r.day;
     r.day := v_day;
     r.updated_at := v_now;
     IF v_kind = 'r' THEN
         IF r.lease_until >= v_now + v_duration THEN
-            RETURN 'ok';
+            RETURN 'o';
         END IF;
         r.lease_until := v_now + v_duration;
         r.expires_at := greatest(r.expires_at, r.lease_until);
@@ -457,7 +495,7 @@ BEGIN
         END IF;
     END IF;
     PERFORM {schema}.put(was, r);
-    RETURN 'ok';
+    RETURN 'o';
 END
 $$;
 

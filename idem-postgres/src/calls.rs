@@ -9,9 +9,11 @@ use idem_core::{
     Body, ErrorKind, Failure, Fingerprint, Key, Lease, OnAbandoned, Operation, Origin, Outcome, PreviousAttempt,
     Record, Reservation, Reserve, State, StoreError, Token, Withheld,
 };
-use sqlx::postgres::{PgRow, Postgres};
+use sqlx::error::BoxDynError;
+use sqlx::postgres::types::PgInterval;
+use sqlx::postgres::{PgRow, PgValueFormat, PgValueRef, Postgres};
 use sqlx::types::Uuid;
-use sqlx::{Executor, Row};
+use sqlx::{Decode, Executor, Row};
 
 use crate::config::Config;
 use crate::error::{PostgresError, STORE, Stage, own_error, store_error};
@@ -57,10 +59,6 @@ impl Patience {
     }
 }
 
-/// A statement that sees by the snapshot of its transaction's beginning would not see what others have reserved since: it
-/// does nothing then and has no rows. This is decided before the function is called, and aborts no transaction.
-const READ_COMMITTED: &str = "WHERE current_setting('transaction_isolation') IN ('read committed', 'read uncommitted')";
-
 /// The texts of the statements, with the schema's name in them.
 #[derive(Debug)]
 pub(crate) struct Statements {
@@ -71,21 +69,20 @@ pub(crate) struct Statements {
     prepared: bool,
 }
 
-/// A record's columns, of the row or composite of that name; times are microseconds since the epoch.
-///
-/// Bytes in the text of an answer look as the session's `bytea_output` says; so they are written out here.
+/// A record's columns, of the row of that name. What is not prepared is answered in text, in which times, intervals and
+/// bytes look as the session's settings say: they are written out here, times and intervals as microseconds.
 fn columns(of: &str, prepared: bool) -> String {
     let bytes = |column: &str| match prepared {
         true => format!("{of}.{column}"),
         false => format!("chr(92) || 'x' || encode({of}.{column}, 'hex')"),
     };
-    let micros = |column: &str| format!("(extract(epoch from {of}.{column}) * 1000000)::bigint");
+    let micros = |column: &str| time_column(&format!("{of}.{column}"), prepared);
     format!(
         "{of}.state::text, {of}.attempt, {of}.token, {}, {of}.origin::text, {of}.previous_token, \
-         {of}.previous_attempt, {}, (extract(epoch from {of}.retention) * 1000000)::bigint, {}, {}, {}, {}, {}, \
-         {of}.failure, {of}.code, {of}.withheld, {}, {}",
+         {of}.previous_attempt, {}, {}, {}, {}, {}, {}, {}, {of}.failure, {of}.code, {of}.withheld, {}, {}",
         bytes("fingerprint"),
         micros("previous_started_at"),
+        micros("retention"),
         micros("created_at"),
         micros("started_at"),
         micros("updated_at"),
@@ -96,27 +93,33 @@ fn columns(of: &str, prepared: bool) -> String {
     )
 }
 
+/// A time or an interval, as [`Time`] and [`Span`] read it.
+fn time_column(value: &str, prepared: bool) -> String {
+    match prepared {
+        true => value.to_owned(),
+        false => format!("(extract(epoch from {value}) * 1000000)::bigint"),
+    }
+}
+
 impl Statements {
     pub(crate) fn new(config: &Config) -> Self {
         let (schema, prepared) = (config.schema.quoted(), config.prepared_statements);
-        let now = |time: &str| format!("(extract(epoch from {time}) * 1000000)::bigint");
+        // As it is: for so many columns, a projection that the server has to set up costs as much as the insert.
+        let answer = match prepared {
+            true => "a.*".to_owned(),
+            false => {
+                let now = time_column("a.now", prepared);
+                format!("a.acquired, a.place, a.verdict, {now}, {}", columns("a", prepared))
+            }
+        };
         Self {
-            reserve: format!(
-                "SELECT a.acquired, (a.answer).place, (a.answer).verdict::text, {}, {} \
-                 FROM {schema}.reserve($1, $2, $3, $4, $5, $6, $7, $8) a {READ_COMMITTED}",
-                now("(a.answer).now"),
-                columns("((a.answer).record)", prepared),
-            )
-            .into(),
-            settle: format!(
-                "SELECT {schema}.settle($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)::text[] {READ_COMMITTED}"
-            )
-            .into(),
+            reserve: format!("SELECT {answer} FROM {schema}.reserve($1, $2, $3, $4, $5, $6, $7, $8) a").into(),
+            settle: format!("SELECT {schema}.settle($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)").into(),
             // One snapshot and one time, which is before it: a record that is extended meanwhile is not missed.
             fetch: format!(
                 "SELECT {}, {} FROM {schema}.records r, {schema}.epoch e \
                  WHERE r.scope = $1 AND r.id = $2 AND r.expires_at > statement_timestamp() + e.shift",
-                now("statement_timestamp() + e.shift"),
+                time_column("statement_timestamp() + e.shift", prepared),
                 columns("r", prepared),
             )
             .into(),
@@ -215,12 +218,15 @@ impl Statements {
             .fetch_optional(executor)
             .await
             .map_err(|error| store_error(error, Stage::Execute, operation))?;
-        let Some(row) = row else { return Err(own_error(PostgresError::Isolation, operation)) };
-        let verdicts: Vec<String> = row.try_get(0).map_err(|error| store_error(error, Stage::Execute, operation))?;
-        let verdict = |place: usize, operation| match verdicts.get(place).map(String::as_str) {
-            Some("ok") => Ok(()),
-            Some("lease lost") => Err(StoreError::refused(Refusal::LeaseLost, STORE, operation)),
-            Some("already completed") => Err(StoreError::refused(Refusal::AlreadyCompleted, STORE, operation)),
+        let verdicts: Option<&str> = match &row {
+            Some(row) => row.try_get(0).map_err(|error| store_error(error, Stage::Execute, operation))?,
+            None => None,
+        };
+        let Some(verdicts) = verdicts else { return Err(own_error(PostgresError::Isolation, operation)) };
+        let verdict = |place: usize, operation| match verdicts.as_bytes().get(place) {
+            Some(b'o') => Ok(()),
+            Some(b'l') => Err(StoreError::refused(Refusal::LeaseLost, STORE, operation)),
+            Some(b'c') => Err(StoreError::refused(Refusal::AlreadyCompleted, STORE, operation)),
             _ => Err(own_error(PostgresError::Column("verdict"), operation)),
         };
         Ok(calls.iter().enumerate().map(|(place, (_, call))| verdict(place, call.operation())).collect())
@@ -235,7 +241,7 @@ impl Statements {
         let row =
             self.query(&self.fetch).bind(key.scope()).bind(key.id()).fetch_optional(executor).await.map_err(failed)?;
         let Some(row) = row else { return Ok(None) };
-        let now = row.try_get(0).map(time).map_err(failed)?;
+        let Time(now) = row.try_get_unchecked(0).map_err(failed)?;
         match read_record(&row, 1, key, now).map_err(failed)? {
             Ok(record) => Ok(Some(record)),
             Err(error) => Err(own_error(error, Operation::Fetch)),
@@ -262,13 +268,13 @@ fn read_answers(
     }
     let place = slot(row.try_get(1)?);
     let (Some(request), Some(answer)) = (requests.get(place), answers.get_mut(place)) else { return Ok(()) };
-    let verdict: String = row.try_get(2)?;
+    let verdict: &str = row.try_get(2)?;
     let record = |row| -> Result<Result<Record, PostgresError>, sqlx::Error> {
-        let now = time(PgRow::try_get(row, 3)?);
+        let Time(now) = PgRow::try_get_unchecked(row, 3)?;
         read_record(row, 4, &request.key, now)
     };
     let unreadable = |error| own_error(error, Operation::Reserve);
-    *answer = Some(match verdict.as_str() {
+    *answer = Some(match verdict {
         "acquired" => record(row)?.map(|record| Reservation::Acquired(record.lease())).map_err(unreadable),
         "completed" => record(row)?.map(Reservation::Completed).map_err(unreadable),
         "abandoned" => record(row)?.map(Reservation::Abandoned).map_err(unreadable),
@@ -292,15 +298,16 @@ fn read_record(
     key: &Key,
     read_at: SystemTime,
 ) -> Result<Result<Record, PostgresError>, sqlx::Error> {
-    let micros = |at: usize| row.try_get::<i64, _>(first + at);
-    let state: String = row.try_get(first)?;
+    let time = |at: usize| row.try_get_unchecked(first + at).map(|Time(time)| time);
+    let state: &str = row.try_get(first)?;
     let attempt: i32 = row.try_get(first + 1)?;
     let token: Uuid = row.try_get(first + 2)?;
     // Bytes, or their digits as text.
     let fingerprint: Option<Vec<u8>> = row.try_get_unchecked(first + 3)?;
-    let origin: String = row.try_get(first + 4)?;
-    let previous: (Option<Uuid>, Option<i32>, Option<i64>) =
-        (row.try_get(first + 5)?, row.try_get(first + 6)?, row.try_get(first + 7)?);
+    let origin: &str = row.try_get(first + 4)?;
+    let previous: (Option<Uuid>, Option<i32>, Option<Time>) =
+        (row.try_get(first + 5)?, row.try_get(first + 6)?, row.try_get_unchecked(first + 7)?);
+    let Span(retention) = row.try_get_unchecked(first + 8)?;
     let failure: Option<&str> = row.try_get(first + 14)?;
     let code: Option<i32> = row.try_get(first + 15)?;
     let withheld: Option<i16> = row.try_get(first + 16)?;
@@ -313,17 +320,17 @@ fn read_record(
             Some(Ok(bytes)) => Some(Fingerprint::from_bytes(bytes)),
             Some(Err(_)) => return Err(PostgresError::Column("fingerprint")),
         };
-        let origin = match (origin.as_str(), previous) {
+        let origin = match (origin, previous) {
             ("fresh", _) => Origin::Fresh,
             ("retry", _) => Origin::Retry,
-            ("takeover", (Some(token), Some(attempt), Some(started_at))) => Origin::Takeover(PreviousAttempt {
+            ("takeover", (Some(token), Some(attempt), Some(Time(started_at)))) => Origin::Takeover(PreviousAttempt {
                 token: Token::from_bytes(token.into_bytes()),
                 attempt: number(attempt)?,
-                started_at: time(started_at),
+                started_at,
             }),
             _ => return Err(PostgresError::Column("origin")),
         };
-        let state = match (state.as_str(), failure, code) {
+        let state = match (state, failure, code) {
             ("in progress", ..) => State::InProgress,
             ("failed", Some(note), _) => {
                 State::Failed(Failure::new(note).map_err(|_| PostgresError::Column("failure"))?)
@@ -360,12 +367,12 @@ fn read_record(
         attempt,
         token: Token::from_bytes(token.into_bytes()),
         origin,
-        retention: Duration::from_micros(u64::try_from(micros(8)?).unwrap_or_default()),
-        created_at: time(micros(9)?),
-        started_at: time(micros(10)?),
-        updated_at: time(micros(11)?),
-        lease_until: time(micros(12)?),
-        expires_at: time(micros(13)?),
+        retention,
+        created_at: time(9)?,
+        started_at: time(10)?,
+        updated_at: time(11)?,
+        lease_until: time(12)?,
+        expires_at: time(13)?,
         read_at,
     }))
 }
@@ -384,9 +391,39 @@ fn micro_precise(duration: Duration) -> Duration {
     Duration::from_micros(micros(duration).unsigned_abs())
 }
 
-fn time(micros: i64) -> SystemTime {
-    let since = Duration::from_micros(micros.unsigned_abs());
-    let time =
-        if micros < 0 { SystemTime::UNIX_EPOCH.checked_sub(since) } else { SystemTime::UNIX_EPOCH.checked_add(since) };
-    time.unwrap_or(SystemTime::UNIX_EPOCH)
+/// A time as the server sends it, in microseconds since the year 2000 (the manual's "Date/Time Types"); in text, the
+/// microseconds since 1970 that are asked for in its place.
+struct Time(SystemTime);
+
+impl<'r> Decode<'r, Postgres> for Time {
+    fn decode(value: PgValueRef<'r>) -> Result<Self, BoxDynError> {
+        const YEAR_2000: i64 = 946_684_800_000_000;
+        let since_1970 = match value.format() {
+            PgValueFormat::Binary => <i64 as Decode<Postgres>>::decode(value)?.saturating_add(YEAR_2000),
+            PgValueFormat::Text => <i64 as Decode<Postgres>>::decode(value)?,
+        };
+        let since = Duration::from_micros(since_1970.unsigned_abs());
+        let time = match since_1970 {
+            ..0 => SystemTime::UNIX_EPOCH.checked_sub(since),
+            0.. => SystemTime::UNIX_EPOCH.checked_add(since),
+        };
+        Ok(Self(time.unwrap_or(SystemTime::UNIX_EPOCH)))
+    }
+}
+
+/// An interval as the server sends it, or in text the microseconds that are asked for in its place.
+struct Span(Duration);
+
+impl<'r> Decode<'r, Postgres> for Span {
+    fn decode(value: PgValueRef<'r>) -> Result<Self, BoxDynError> {
+        let micros = match value.format() {
+            PgValueFormat::Binary => {
+                let PgInterval { months, days, microseconds } = PgInterval::decode(value)?;
+                let days = i64::from(months) * 30 + i64::from(days);
+                microseconds.saturating_add(days.saturating_mul(24 * 60 * 60 * 1_000_000))
+            }
+            PgValueFormat::Text => <i64 as Decode<Postgres>>::decode(value)?,
+        };
+        Ok(Self(Duration::from_micros(u64::try_from(micros).unwrap_or_default())))
+    }
 }

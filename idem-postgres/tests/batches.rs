@@ -7,6 +7,7 @@ stores::tests! {
     batches_are_bounded_in_calls_and_in_bytes,
     a_key_that_a_transaction_holds_holds_up_nobody_else,
     calls_that_wait_for_a_transaction_give_up_in_time,
+    plans_made_while_there_was_nothing_read_no_more_than_is_asked_for,
 }
 
 use std::sync::Arc;
@@ -145,4 +146,55 @@ async fn calls_that_wait_for_a_transaction_give_up_in_time() {
     }
     transaction.rollback().await.unwrap();
     assert_eq!(acquire(&store, "held").await.attempt, 1);
+}
+
+/// A vacuum tells the planner that a table is empty, and a statement's plan stays: reading all of a table that has grown since
+/// would make a batch slower with every record.
+async fn plans_made_while_there_was_nothing_read_no_more_than_is_asked_for() {
+    const RECORDS: usize = 5_000;
+    const BATCH: usize = 50;
+    let config = fresh_config();
+    let schema = config.schema.as_str().to_owned();
+    // One session, which keeps its plans, and tells what it has read when it ends.
+    let pool = pool(&config, 1).await.unwrap();
+    PostgresStore::migrate(&pool, &config).await.unwrap();
+    sqlx::raw_sql(AssertSqlSafe(format!("VACUUM ANALYZE \"{schema}\".records"))).execute(&pool).await.unwrap();
+    let store = PostgresStore::open(pool.clone(), config.clone()).await.unwrap();
+    let requests: Vec<Reserve> = (0..RECORDS).map(|at| request(&format!("{at:05}"))).collect();
+    let run = async |requests: &[Reserve]| {
+        let answers = store.reserve_many(requests).await;
+        let acquired = |answer| match answer {
+            Ok(Reservation::Acquired(lease)) => (lease, Outcome::new(200, "done")),
+            other => panic!("{other:?}"),
+        };
+        let calls: Vec<_> = answers.into_iter().map(acquired).collect();
+        store.complete_many(&calls).await.into_iter().for_each(Result::unwrap);
+    };
+    let replay = async |requests: &[Reserve]| {
+        for answer in store.reserve_many(requests).await {
+            assert!(matches!(answer, Ok(Reservation::Completed(_))), "{answer:?}");
+        }
+    };
+    run(&requests[..2]).await;
+    replay(&requests[..2]).await;
+    run(&requests[2..]).await;
+    for batch in requests.chunks(BATCH) {
+        replay(batch).await;
+    }
+    // The next day's looks for new keys among these.
+    let change_day = format!("SELECT \"{schema}\".change_day(\"{schema}\".today() + 1)");
+    sqlx::raw_sql(AssertSqlSafe(change_day)).execute(&pool).await.unwrap();
+    let later: Vec<Reserve> = (0..RECORDS).map(|at| request(&format!("later-{at}"))).collect();
+    for batch in later.chunks(BATCH) {
+        run(batch).await;
+    }
+    drop(store);
+    pool.close().await;
+    let pool = stores::pool(&config, 1).await.unwrap();
+    let read = format!(
+        "SELECT coalesce(sum(idx_tup_read), 0)::bigint FROM pg_stat_user_indexes WHERE schemaname = '{schema}'"
+    );
+    let read: i64 = sqlx::query_scalar(AssertSqlSafe(read)).fetch_one(&pool).await.unwrap();
+    let calls = i64::try_from(5 * RECORDS).unwrap();
+    assert!((calls / 5..=2 * calls).contains(&read), "{calls} calls have read {read} index entries");
 }
