@@ -10,6 +10,7 @@ absent::tests! { cases:
     a_full_queue_refuses_and_has_done_nothing,
     more_than_a_transaction_holds_is_several,
     a_runtime_that_ends_leaves_the_store_usable,
+    one_caller_takes_the_short_way_again_when_the_others_have_gone,
 }
 
 #[cfg(fdb_client)]
@@ -69,9 +70,8 @@ mod cases {
     pub(crate) async fn a_hot_key_does_not_hold_its_neighbours_up() {
         let config = fresh_config().with_batching(Batching::default().with_alone(0));
         let (store, other) = (Arc::new(open(config.clone()).await), Arc::new(open(config).await));
+        let lease = acquire(&*other, &request("hot")).await;
         let hot = tokio::spawn(async move {
-            let hot = request("hot");
-            let lease = acquire(&*other, &hot).await;
             loop {
                 other.renew(&lease, Duration::from_secs(3_600)).await.unwrap();
             }
@@ -164,5 +164,24 @@ mod cases {
         .join()
         .unwrap();
         acquire(&*store, &request("later")).await;
+    }
+
+    /// A sender that waited for its only caller's next call would keep it on the long way for ever.
+    pub(crate) async fn one_caller_takes_the_short_way_again_when_the_others_have_gone() {
+        let crowd_and_one = || async {
+            let store = open(fresh_config()).await;
+            let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+            let before = tasks();
+            let reserve = async |name: &str| acquire(&store, &request(name)).await;
+            tokio::join!(reserve("a"), reserve("b"), reserve("c"), reserve("d"), reserve("e"), reserve("f"));
+            for name in ["g", "h", "i"] {
+                reserve(name).await;
+            }
+            assert_eq!(tasks(), before, "a sender is at work");
+        };
+        // On one thread, so that nothing runs between an answer and what its caller does next.
+        let alone =
+            || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(crowd_and_one());
+        std::thread::scope(|scope| scope.spawn(alone).join()).unwrap_or_else(|panic| std::panic::resume_unwind(panic));
     }
 }
