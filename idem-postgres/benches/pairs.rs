@@ -201,7 +201,7 @@ async fn by_pgbench(pool: &PgPool, url: &str, time: Duration) -> Result<f64, Str
     let script = format!(
         "SELECT nextval('batch') AS n \\gset\n\
          SELECT a.acquired FROM batches b, idem.reserve({}, b.ids, b.tokens, {}, {}, {}, {}, '200ms') a WHERE b.n = :n;\n\
-         SELECT idem.settle({}, {}, b.ids, b.tokens, {}, {}, {}, {}, {}, {}, '200ms')::text[] FROM batches b WHERE b.n = :n;\n",
+         SELECT idem.settle({}, {}, b.ids, b.tokens, {}, {}, {}, {}, {}, {}, '200ms') FROM batches b WHERE b.n = :n;\n",
         filled("'pgbench'::text"),
         filled("NULL::bytea"),
         filled("30000000::bigint"),

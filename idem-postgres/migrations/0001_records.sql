@@ -157,26 +157,27 @@ BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RETURN;
     END IF;
-    PERFORM pg_advisory_xact_lock_shared({lock});
+    v_set := pg_advisory_xact_lock_shared({lock})::text;
     SELECT e.day, clock_timestamp() + e.shift INTO STRICT v_day, v_now FROM {schema}.epoch e;
     IF p_patience IS NOT NULL THEN
         v_set := set_config('lock_timeout', p_patience, true);
     END IF;
     IF cardinality(p_ids) = 1 THEN
-        -- A key that comes alone, without the machinery of a set.
-        PERFORM FROM {schema}.records r WHERE r.scope = p_scopes[1] AND r.id = p_ids[1] AND r.day < v_day;
-        IF NOT FOUND THEN
-            INSERT INTO {schema}.records (day, scope, id, state, attempt, token, fingerprint, origin, retention,
-                created_at, started_at, updated_at, lease_until, expires_at)
-            VALUES (v_day, p_scopes[1], p_ids[1], 'in progress', 1, p_tokens[1], p_fingerprints[1], 'fresh',
-                p_retentions[1] * interval '1 us', v_now, v_now, v_now, v_now + p_leases[1] * interval '1 us',
-                v_now + p_retentions[1] * interval '1 us')
-            ON CONFLICT (id, scope, day) DO NOTHING;
-            IF FOUND THEN
-                answer.acquired := '{1}';
-                RETURN NEXT answer;
-                RETURN;
-            END IF;
+        -- A key that comes alone, without the machinery of a set. Only its own record is a duplicate: the violation of
+        -- another unique index, which somebody may add, is an error.
+        INSERT INTO {schema}.records (day, scope, id, state, attempt, token, fingerprint, origin, retention,
+            created_at, started_at, updated_at, lease_until, expires_at)
+        SELECT v_day, p_scopes[1], p_ids[1], 'in progress', 1, p_tokens[1], p_fingerprints[1], 'fresh',
+            p_retentions[1] * interval '1 us', v_now, v_now, v_now, v_now + p_leases[1] * interval '1 us',
+            v_now + p_retentions[1] * interval '1 us'
+        WHERE NOT EXISTS (
+            SELECT FROM {schema}.records r WHERE r.scope = p_scopes[1] AND r.id = p_ids[1] AND r.day < v_day OFFSET 0
+        )
+        ON CONFLICT (id, scope, day) DO NOTHING;
+        IF FOUND THEN
+            answer.acquired := '{1}';
+            RETURN NEXT answer;
+            RETURN;
         END IF;
         RETURN NEXT {schema}.reserve_one(v_day, v_now, 1, p_scopes[1], p_ids[1], p_tokens[1], p_fingerprints[1],
             p_leases[1] * interval '1 us', p_retentions[1] * interval '1 us', p_refusals[1]);
@@ -381,7 +382,7 @@ BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RETURN NULL;
     END IF;
-    PERFORM pg_advisory_xact_lock_shared({lock});
+    v_set := pg_advisory_xact_lock_shared({lock})::text;
     SELECT e.day, clock_timestamp() + e.shift INTO STRICT v_day, v_now FROM {schema}.epoch e;
     IF p_patience IS NOT NULL THEN
         v_set := set_config('lock_timeout', p_patience, true);
