@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use redis::{Cmd, Pipeline, Value};
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 use tokio::time::{Instant, timeout_at};
 
 use crate::config::Batching;
@@ -24,6 +24,10 @@ use crate::link::Link;
 
 /// So many calls under way go to the driver by themselves.
 const ALONE: usize = 2;
+
+/// So many calls are under way to a cluster at once; the others wait for their turn. The driver takes the longer for each, the
+/// more there are: with tens of thousands, four times as long.
+const IN_A_CLUSTER: usize = 256;
 
 type Answer = Result<Value, Trouble>;
 
@@ -48,6 +52,7 @@ struct Inner {
     link: Arc<Link>,
     batching: Batching,
     alone: AtomicUsize,
+    cluster: Semaphore,
     queue: Mutex<Queue>,
 }
 
@@ -62,15 +67,26 @@ impl Drop for Alone<'_> {
 
 impl Batcher {
     pub(crate) fn new(link: Arc<Link>, batching: Batching) -> Self {
-        Self(Arc::new(Inner { link, batching, alone: AtomicUsize::new(0), queue: Mutex::default() }))
+        let cluster = Semaphore::new(IN_A_CLUSTER);
+        Self(Arc::new(Inner { link, batching, alone: AtomicUsize::new(0), cluster, queue: Mutex::default() }))
     }
 
     /// Sends a command with whatever others there are.
     pub(crate) async fn call(&self, command: Cmd, bytes: usize, deadline: Instant) -> Answer {
         let inner = &self.0;
-        if inner.batching.calls <= 1 || inner.link.is_cluster() || inner.may_go_alone() {
-            inner.alone.fetch_add(1, Ordering::Relaxed);
+        let is_cluster = inner.link.is_cluster();
+        if inner.batching.calls <= 1 || is_cluster || inner.may_go_alone() {
+            let before = inner.alone.fetch_add(1, Ordering::Relaxed);
             let _alone = Alone(&inner.alone);
+            let _turn = if is_cluster {
+                if before >= inner.batching.queue.saturating_add(IN_A_CLUSTER) {
+                    return Err(Trouble::QueueFull);
+                }
+                let turn = timeout_at(deadline, inner.cluster.acquire()).await;
+                Some(turn.map_err(|_| Trouble::Timeout { sent: false })?)
+            } else {
+                None
+            };
             // Apart, so that a call which waits in the queue does not carry the room for what sends it.
             return Box::pin(inner.link.one(&command, deadline)).await;
         }

@@ -197,6 +197,9 @@ impl Acknowledge {
 ///
 /// A call goes out at once while few are under way; those that come while all senders are busy go out together as soon
 /// as one is done. So nobody waits for a timer, and a caller that is alone pays nothing.
+///
+/// On a cluster, whose nodes would each have a pipeline of its own, calls are not gathered: 256 at most are under way at
+/// once, and the others wait in the queue.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Batching {
