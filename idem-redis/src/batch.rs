@@ -13,10 +13,11 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use redis::{Cmd, Pipeline, Value};
 use tokio::sync::{Semaphore, oneshot};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use crate::config::Batching;
 use crate::error::Trouble;
@@ -28,6 +29,9 @@ const ALONE: usize = 2;
 /// So many calls are under way to a cluster at once; the others wait for their turn. The driver takes the longer for each, the
 /// more there are: with tens of thousands, four times as long.
 const IN_A_CLUSTER: usize = 256;
+
+/// A call that takes longer makes room for another: a node that does not answer does not hold up the calls to the others.
+const TURN: Duration = Duration::from_millis(50);
 
 type Answer = Result<Value, Trouble>;
 
@@ -78,7 +82,7 @@ impl Batcher {
         if inner.batching.calls <= 1 || is_cluster || inner.may_go_alone() {
             let before = inner.alone.fetch_add(1, Ordering::Relaxed);
             let _alone = Alone(&inner.alone);
-            let _turn = if is_cluster {
+            let turn = if is_cluster {
                 if before >= inner.batching.queue.saturating_add(IN_A_CLUSTER) {
                     return Err(Trouble::QueueFull);
                 }
@@ -88,7 +92,14 @@ impl Batcher {
                 None
             };
             // Apart, so that a call which waits in the queue does not carry the room for what sends it.
-            return Box::pin(inner.link.one(&command, deadline)).await;
+            let mut answer = Box::pin(inner.link.one(&command, deadline));
+            if let Some(turn) = turn {
+                if let Ok(answer) = timeout(TURN, &mut answer).await {
+                    return answer;
+                }
+                drop(turn);
+            }
+            return answer.await;
         }
         let (reply, answer) = oneshot::channel();
         let number = {

@@ -5,7 +5,7 @@ mod stores;
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -23,6 +23,7 @@ stores::tests! {
     nothing_acknowledged_is_lost_when_the_server_is_killed_under_load,
     pitfall_42_slots_move_under_load,
     a_master_of_a_cluster_is_killed_under_load,
+    a_master_of_a_cluster_that_hangs_holds_up_its_own_keys_only,
     a_server_that_is_paused_is_told_in_time_and_no_key_is_lost,
     the_callers_own_connection_manager_is_enough,
     dropped_calls_leave_no_job_and_no_connection,
@@ -199,6 +200,27 @@ async fn a_master_of_a_cluster_is_killed_under_load() {
     println!("the replica has taken over after {:?}", begun.elapsed());
     let lease = persist_reserve(&store, &Reserve::new(Key::new("after", "1").unwrap())).await;
     assert!(matches!(lease, Reservation::Acquired(_)));
+}
+
+/// A third of the calls hang, more than may be under way at once.
+async fn a_master_of_a_cluster_that_hangs_holds_up_its_own_keys_only() {
+    const CALLS: usize = 3_000;
+    let cluster = RedisCluster::start(&[]).unwrap();
+    let store = Arc::new(RedisStore::connect_cluster(cluster.urls(), fresh_config()).await.unwrap());
+    cluster.masters()[0].must(&["CLIENT", "PAUSE", "3000"]).unwrap();
+    let answered = Arc::new(AtomicUsize::new(0));
+    let mut calls = tokio::task::JoinSet::new();
+    for at in 0..CALLS {
+        let (store, answered) = (Arc::clone(&store), Arc::clone(&answered));
+        calls.spawn(async move {
+            persist_reserve(&store, &Reserve::new(Key::new("hung", &at.to_string()).unwrap())).await;
+            answered.fetch_add(1, Ordering::SeqCst);
+        });
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let (answered, all) = (answered.load(Ordering::SeqCst), CALLS);
+    assert!((all / 2..all * 3 / 4).contains(&answered), "{answered} of {all} are answered while a master hangs");
+    calls.join_all().await;
 }
 
 async fn a_server_that_is_paused_is_told_in_time_and_no_key_is_lost() {
