@@ -199,7 +199,7 @@ impl Acknowledge {
 /// as one is done. So nobody waits for a timer, and a caller that is alone pays nothing.
 ///
 /// On a cluster, whose nodes would each have a pipeline of its own, calls are not gathered: 256 at most are under way at
-/// once, and the others wait in the queue.
+/// once, not counting those that have been for longer than 50 ms, and the others wait in the queue.
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct Batching {
