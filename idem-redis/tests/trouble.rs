@@ -13,7 +13,7 @@ use idem_core::{ErrorClass, ErrorKind, Key, KeyStore, Lease, Outcome, Reservatio
 use idem_redis::redis::Client;
 use idem_redis::redis::aio::{ConnectionManager, ConnectionManagerConfig};
 use idem_redis::redis::cluster_routing::Slot;
-use idem_redis::{Config, RedisStore};
+use idem_redis::{Batching, Config, RedisStore, RedisStoreError};
 use idem_testkit::servers::{RedisCluster, RedisServer, Reply};
 use idem_testkit::{Abilities, Fixture, Harness, HarnessError, Time};
 use stores::{acquire, fresh_config, name, persist, persist_reserve};
@@ -24,6 +24,7 @@ stores::tests! {
     pitfall_42_slots_move_under_load,
     a_master_of_a_cluster_is_killed_under_load,
     a_master_of_a_cluster_that_hangs_holds_up_its_own_keys_only,
+    calls_to_a_cluster_wait_for_their_turn_and_are_refused_beyond_the_queue,
     a_server_that_is_paused_is_told_in_time_and_no_key_is_lost,
     the_callers_own_connection_manager_is_enough,
     dropped_calls_leave_no_job_and_no_connection,
@@ -200,6 +201,30 @@ async fn a_master_of_a_cluster_is_killed_under_load() {
     println!("the replica has taken over after {:?}", begun.elapsed());
     let lease = persist_reserve(&store, &Reserve::new(Key::new("after", "1").unwrap())).await;
     assert!(matches!(lease, Reservation::Acquired(_)));
+}
+
+async fn calls_to_a_cluster_wait_for_their_turn_and_are_refused_beyond_the_queue() {
+    let cluster = RedisCluster::start(&[]).unwrap();
+    for (queue, calls) in [(10_000, 3_000_usize), (4, 3_000)] {
+        let config = fresh_config().with_batching(Batching::default().with_queue(queue));
+        let store = Arc::new(persist(|| RedisStore::connect_cluster(cluster.urls(), config.clone())).await);
+        let mut tasks = tokio::task::JoinSet::new();
+        for at in 0..calls {
+            let (store, key) = (store.clone(), Key::new("queued", &at.to_string()).unwrap());
+            tasks.spawn(async move { (store.reserve(&Reserve::new(key.clone())).await, key) });
+        }
+        let mut refused = 0;
+        for (answer, key) in tasks.join_all().await {
+            if let Err(error) = answer {
+                assert_eq!((error.kind(), error.class()), (ErrorKind::Unavailable, ErrorClass::Retryable), "{error:?}");
+                let own = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
+                assert!(matches!(own, Some(RedisStoreError::QueueFull)), "{error:?}");
+                assert_eq!(persist(|| store.fetch(&key)).await, None);
+                refused += 1;
+            }
+        }
+        assert!(if queue > calls { refused == 0 } else { (100..calls - 100).contains(&refused) }, "{refused} refused");
+    }
 }
 
 /// A third of the calls hang, more than may be under way at once.
