@@ -115,7 +115,7 @@ BEGIN
 END
 $$;
 
--- `reserve` and `settle` begin alike. With the first step nobody changes the day until the transaction is over, and the
+-- `reserve` and `settle` begin alike. With the lock, nobody changes the day until the transaction is over, and the
 -- epoch row that is read behind the lock is of a snapshot taken after it: without this, a key could be reserved in two
 -- days' partitions. From then on they wait for others' transactions no longer than p_patience, if that is given.
 --

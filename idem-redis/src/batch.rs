@@ -78,28 +78,14 @@ impl Batcher {
     /// Sends a command with whatever others there are.
     pub(crate) async fn call(&self, command: Cmd, bytes: usize, deadline: Instant) -> Answer {
         let inner = &self.0;
-        let is_cluster = inner.link.is_cluster();
-        if inner.batching.calls <= 1 || is_cluster || inner.may_go_alone() {
-            let before = inner.alone.fetch_add(1, Ordering::Relaxed);
+        if inner.link.is_cluster() {
+            return inner.in_a_cluster(&command, deadline).await;
+        }
+        if inner.batching.calls <= 1 || inner.may_go_alone() {
+            inner.alone.fetch_add(1, Ordering::Relaxed);
             let _alone = Alone(&inner.alone);
-            let turn = if is_cluster {
-                if before >= inner.batching.queue.saturating_add(IN_A_CLUSTER) {
-                    return Err(Trouble::QueueFull);
-                }
-                let turn = timeout_at(deadline, inner.cluster.acquire()).await;
-                Some(turn.map_err(|_| Trouble::Timeout { sent: false })?)
-            } else {
-                None
-            };
             // Apart, so that a call which waits in the queue does not carry the room for what sends it.
-            let mut answer = Box::pin(inner.link.one(&command, deadline));
-            if let Some(turn) = turn {
-                if let Ok(answer) = timeout(TURN, &mut answer).await {
-                    return answer;
-                }
-                drop(turn);
-            }
-            return answer.await;
+            return Box::pin(inner.link.one(&command, deadline)).await;
         }
         let (reply, answer) = oneshot::channel();
         let number = {
@@ -138,6 +124,26 @@ impl Inner {
 
     fn may_go_alone(&self) -> bool {
         self.alone.load(Ordering::Relaxed) < ALONE && self.queue().senders == 0
+    }
+
+    /// Sends a command when it is its turn.
+    async fn in_a_cluster(&self, command: &Cmd, deadline: Instant) -> Answer {
+        let before = self.alone.fetch_add(1, Ordering::Relaxed);
+        let _alone = Alone(&self.alone);
+        if before >= self.batching.queue.saturating_add(IN_A_CLUSTER) {
+            return Err(Trouble::QueueFull);
+        }
+        let Ok(turn) = timeout_at(deadline, self.cluster.acquire()).await else {
+            return Err(Trouble::Timeout { sent: false });
+        };
+        let mut answer = Box::pin(self.link.one(command, deadline));
+        match timeout(TURN, &mut answer).await {
+            Ok(answer) => answer,
+            Err(_) => {
+                drop(turn);
+                answer.await
+            }
+        }
     }
 
     /// What to send together next.
